@@ -1,0 +1,48 @@
+"""The protocol that a rank's loop needs from a model runner."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from rank_scheduler.plan import StepPlan, StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What a loaded runner can hold: discovered at load, never written back into the configuration."""
+
+    num_blocks: int
+    """Blocks in the KV pool, the null block (id 0) included."""
+    block_size: int
+    """Token positions per block."""
+    block_size_bytes: int
+    """K and V of all layers of one block."""
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    dtype: str
+    device: str
+    backend: str
+
+
+class ModelRunner(Protocol):
+    """One rank's model. Not thread-safe: `execute` is called from one thread, one step at a time."""
+
+    def load(self) -> Capacity:
+        """Load weights and allocate the KV pool.
+
+        Raises ValueError, with what to change, if the checkpoint is unknown or memory does not suffice.
+        """
+        ...
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Compute one step (see `rank_scheduler.plan` for the order of effects).
+
+        An exception means that the KV of everything in this plan is undefined.
+        """
+        ...
+
+    def close(self) -> None:
+        """Free weights and pool. Idempotent."""
+        ...
