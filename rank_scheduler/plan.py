@@ -18,6 +18,7 @@ import numpy.typing as npt
 from rank_scheduler.messages import SamplingParams, TokenLogprobs
 
 Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
 
