@@ -1,0 +1,244 @@
+"""A rank's edge: its TCP endpoint for routers, its registration with the control actor, and its threads.
+
+Two threads: `rank-io` runs an asyncio loop with all sockets, `rank-steps` (`RankLoop`) computes. Requests and
+aborts go from the first to the second through the loop's inbox, frames come back encoded, one wake-up per step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+import uuid
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from router.detokenizer import IncrementalDetokenizer
+from tokenizers import Tokenizer
+
+from cluster.rank_loop import Aborted, IntegrityCheck, OwnerLost, RankLoop, Submitted
+from kv_transfer.connection import Connection, Listener, connect
+from kv_transfer.wire import WireError
+from model_runner.runner import Capacity, ModelRunner
+from rank_scheduler.config import CacheConfig, SchedulerConfig
+from rank_scheduler.messages import Abort, RouterToRank, StepFrame, Submit
+from rank_scheduler.scheduler import Scheduler
+from router.control_messages import ControlToRank, RankRecord, Register, Registered
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT_INTERVAL_S = 1.0
+REGISTRATION_TIMEOUT_S = 30.0
+RECONNECT_DELAY_S = 0.5
+# Longer than any sane step on a slow processor; a step that takes this long is stuck.
+STALL_TIMEOUT_S = 120.0
+
+ControlAddress = Callable[[], Awaitable[tuple[str, int]]]
+
+
+class RankServer:
+    """One rank between `start` and `stop`. Methods may be called from any thread."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        capacity: Capacity,
+        *,
+        config: SchedulerConfig,
+        cache: CacheConfig,
+        pool: str,
+        secret: bytes,
+        control_address: ControlAddress,
+        advertise_host: str,
+        node_id: str,
+        tokenizer_path: Path,
+    ) -> None:
+        """`runner` is loaded already, and has answered with `capacity`."""
+        tokenizer = Tokenizer.from_file(str(tokenizer_path))
+        scheduler = Scheduler(
+            config,
+            max_model_len=capacity.max_model_len,
+            vocab_size=capacity.vocab_size,
+            eos_token_ids=capacity.eos_token_ids,
+            num_blocks=capacity.num_blocks,
+            block_size=capacity.block_size,
+            enable_prefix_caching=cache.enable_prefix_caching,
+            make_text_decoder=lambda: IncrementalDetokenizer(tokenizer),
+        )
+        self._loop = RankLoop(scheduler, runner, self._send, self._crashed)
+        self._secret = secret
+        self._control_address = control_address
+        self._host = advertise_host
+        self._record = RankRecord(
+            rank_id="",
+            pool=pool,
+            boot_id=uuid.uuid4().hex,
+            host=advertise_host,
+            port=0,
+            pid=os.getpid(),
+            node_id=node_id,
+            max_model_len=capacity.max_model_len,
+            max_num_seqs=config.max_num_seqs,
+            num_blocks=capacity.num_blocks - 1,
+            block_size=capacity.block_size,
+        )
+        self._connections: dict[int, Connection] = {}
+        self._next_owner = 0
+        self._io = asyncio.new_event_loop()
+        self._io_thread = threading.Thread(target=self._run_io, name="rank-io", daemon=True)
+        self._registered: Future[str] = Future()
+        self._stop_requested = asyncio.Event()
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(RouterToRank)
+        self._num_malformed = 0
+
+    # ---- any thread ----
+
+    def start(self) -> str:
+        """Start both threads and register; returns the rank id. Raises what kept it from registering."""
+        self._loop.start()
+        self._io_thread.start()
+        return self._registered.result(REGISTRATION_TIMEOUT_S)
+
+    def stop(self, timeout_s: float = 5.0) -> None:
+        """Close connections (routers treat what still runs as lost with the rank), end both threads."""
+        self._io.call_soon_threadsafe(self._stop_requested.set)
+        self._io_thread.join(timeout_s)
+        if not self._loop.stop(timeout_s):
+            logger.warning("the step loop has not ended within %.1f s", timeout_s)
+
+    def check_health(self) -> None:
+        """Raises RuntimeError, with the reason, if this rank makes no progress. Never waits for the step loop."""
+        if self._loop.crash is not None:
+            raise RuntimeError(f"the step loop ended: {self._loop.crash}")
+        if not self._io_thread.is_alive():
+            raise RuntimeError("the I/O thread ended")
+        stalled = self._loop.stalled_for()
+        if stalled > STALL_TIMEOUT_S:
+            raise RuntimeError(f"the current step has taken {stalled:.0f} s, the limit is {STALL_TIMEOUT_S:.0f} s")
+
+    def check_integrity(self, timeout_s: float = 30.0) -> None:
+        """Run the scheduler's invariants between two steps. Raises AssertionError with what is wrong."""
+        done: Future[None] = Future()
+        self._loop.post(IntegrityCheck(done))
+        done.result(timeout_s)
+
+    def stats(self) -> dict[str, Any]:
+        """Identity and live figures, for operators."""
+        return {
+            **msgspec.to_builtins(self._record),
+            "num_connections": len(self._connections),
+            "num_malformed_messages": self._num_malformed,
+            "load": {field: getattr(self._loop.load, field) for field in self._loop.load.__struct_fields__},
+        }
+
+    # ---- step thread ----
+
+    def _send(self, frames: dict[int, StepFrame]) -> None:
+        payloads = [(owner, self._encoder.encode(frame)) for owner, frame in frames.items()]
+        self._io.call_soon_threadsafe(self._deliver, payloads)
+
+    def _crashed(self, reason: str) -> None:
+        logger.error("rank %s gives up: %s", self._record.rank_id, reason)
+        self._io.call_soon_threadsafe(self._stop_requested.set)
+
+    # ---- I/O thread ----
+
+    def _run_io(self) -> None:
+        asyncio.set_event_loop(self._io)
+        try:
+            self._io.run_until_complete(self._serve())
+        except Exception as error:
+            logger.exception("rank I/O ended")
+            if not self._registered.done():
+                self._registered.set_exception(error)
+        finally:
+            self._io.close()
+
+    async def _serve(self) -> None:
+        listener = Listener(self._secret, self._accept)
+        port = await listener.start(self._host)
+        self._record = msgspec.structs.replace(self._record, port=port)
+        background = [asyncio.create_task(self._stay_registered()), asyncio.create_task(self._beat())]
+        try:
+            await self._stop_requested.wait()
+        finally:
+            for task in background:
+                task.cancel()
+            await asyncio.gather(*background, return_exceptions=True)
+            await listener.close()
+            # One turn for the transports to say goodbye.
+            await asyncio.sleep(0)
+
+    def _accept(self, connection: Connection) -> None:
+        owner = self._next_owner
+        self._next_owner += 1
+        self._connections[owner] = connection
+        connection.closed.add_done_callback(lambda _: self._lost(owner))
+        connection.start(lambda payload: self._take(owner, connection, payload))
+
+    def _lost(self, owner: int) -> None:
+        del self._connections[owner]
+        self._loop.post(OwnerLost(owner))
+
+    def _take(self, owner: int, connection: Connection, payload: bytes) -> None:
+        try:
+            message = self._decoder.decode(payload)
+        except msgspec.DecodeError as error:
+            self._num_malformed += 1
+            connection.abort(f"malformed message: {error}")
+            return
+        match message:
+            case Submit():
+                self._loop.post(Submitted(owner, message))
+            case Abort():
+                self._loop.post(Aborted(owner, message.id))
+
+    def _deliver(self, payloads: list[tuple[int, bytes]]) -> None:
+        for owner, payload in payloads:
+            connection = self._connections.get(owner)
+            if connection is not None:
+                connection.send(payload)
+
+    async def _beat(self) -> None:
+        """Live figures to every router once a second: idle ranks stay visible, dead ones become so."""
+        while True:
+            await asyncio.sleep(HEARTBEAT_INTERVAL_S)
+            payload = self._encoder.encode(StepFrame(load=self._loop.load))
+            for connection in list(self._connections.values()):
+                connection.send(payload)
+
+    async def _stay_registered(self) -> None:
+        """Be a member as long as this rank lives: register, and again whenever the control actor was away."""
+        while True:
+            try:
+                await self._register()
+            except (OSError, TimeoutError, WireError, msgspec.DecodeError) as error:
+                logger.warning("cannot register with the control actor, trying again: %s", error)
+            await asyncio.sleep(RECONNECT_DELAY_S)
+
+    async def _register(self) -> None:
+        """Register and hold the connection; returns when it closes."""
+        host, port = await self._control_address()
+        connection = await connect(host, port, secret=self._secret, role="rank", name=self._record.boot_id)
+        answer: asyncio.Future[bytes] = self._io.create_future()
+        connection.start(lambda payload: None if answer.done() else answer.set_result(payload))
+        try:
+            connection.send(self._encoder.encode(Register(self._record)))
+            done, _ = await asyncio.wait(
+                {answer, connection.closed}, timeout=REGISTRATION_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED
+            )
+            if answer not in done:
+                raise WireError("the control actor did not answer the registration")
+            registered: Registered = msgspec.msgpack.decode(answer.result(), type=ControlToRank)
+            self._record = msgspec.structs.replace(self._record, rank_id=registered.rank_id)
+            logger.info("registered as rank %s", registered.rank_id)
+            if not self._registered.done():
+                self._registered.set_result(registered.rank_id)
+            logger.warning("control connection closed: %s", await connection.closed)
+        finally:
+            connection.abort("rank reconnects")
