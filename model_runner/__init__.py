@@ -1,0 +1,15 @@
+"""One rank's model: loading, paged KV, attention, sampling.
+
+Owns the weights, the KV pool and the persistent batch of one rank. Nothing here has a thread or a lock: a rank's
+step loop calls `load`, then `execute` once per step, always from one thread; torch parallelizes inside its kernels.
+
+A request's way through a step (`torch_runner`): the plan's delta is applied to the persistent batch (`batch`: tokens,
+computed counts, block tables as arrays), block copies reach the pool (`kv_pool`), the step's index arrays are built
+once (`attention.AttentionPlan`), `llama` runs all scheduled tokens of all sequences flattened, each layer writing its
+K and V before any of its attention reads, and `sampling` turns the last rows' logits into tokens, which the batch
+appends by itself.
+
+`runner` is the protocol; `torch_runner` the real one; `simulated` a deterministic one without torch. `embedded` finds
+or converts a checkpoint, `model_config` and `weights` read it, `memory` decides how large the pool may be.
+Only `torch_runner` and what it needs import torch; `simulated`, `embedded` and `model_config` stay quick to import.
+"""

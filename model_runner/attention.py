@@ -1,0 +1,150 @@
+"""Attention over the paged KV cache, on torch's scaled-dot-product kernels.
+
+Everything that all layers share (which rows to write, which pages to read, masks) is built once per step. Query
+heads that share a KV head are folded into the query positions of single-token rows, and expanded with stride 0 for
+chunks, so that K and V are never repeated.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from model_runner.batch import Int64Array, PersistentBatch, StepRows
+from model_runner.kv_pool import KvPool
+from rank_scheduler.plan import BoolArray, Int32Array
+
+MAX_GROUP_POSITIONS = 2048
+"""Padded positions that one group of single-token rows reads at once: what is gathered stays in the cache."""
+MAX_GROUP_STRETCH = 1.25
+"""Longest over shortest context within a group: bounds what is read only as padding."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Single-token rows that are computed together; rows and tokens are the same thing here."""
+
+    first: int
+    last: int
+    pages: torch.Tensor
+    """Index into `KvPool.pages` per layer, shape [num_layers, 2 * rows * blocks]: K of all rows, then V."""
+    context_len: int
+    """The longest."""
+    mask: torch.Tensor | None
+    """0 or -inf, shape [rows, 1, 1, context_len]; None if all rows are as long."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """Consecutive tokens [first, last) of one sequence."""
+
+    first: int
+    last: int
+    pages: torch.Tensor
+    """Shape [num_layers, 2 * blocks]."""
+    context_len: int
+    mask: torch.Tensor | None
+    """0 or -inf, shape [tokens, context_len]; None if the chunk starts the sequence (plainly causal)."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """One step's index arrays and masks, shared by all layers."""
+
+    writes: torch.Tensor
+    """Index into `KvPool.slots` per layer, shape [num_layers, tokens, 2]: where each token's K and V go."""
+    groups: list[_Group]
+    chunks: list[_Chunk]
+
+
+def plan_attention(rows: StepRows, batch: PersistentBatch, pool: KvPool, dtype: torch.dtype) -> AttentionPlan:
+    device = pool.blocks.device
+    num_layers, block_size = pool.num_layers, pool.block_size
+    layers = 2 * np.arange(num_layers, dtype=np.int64)[:, None]
+
+    def page_index(table: Int32Array) -> torch.Tensor:
+        keys = (table.astype(np.int64) * (2 * num_layers)).reshape(-1)
+        return torch.from_numpy(np.concatenate((keys, keys + 1)) + layers).to(device)
+
+    keys = (rows.block_ids * (2 * num_layers) + layers) * block_size + rows.block_offsets
+    writes = torch.from_numpy(np.stack((keys, keys + block_size), axis=-1)).to(device)
+
+    lengths = rows.context_lens
+    groups = []
+    for first, last in _cut_groups(lengths[: rows.num_single]):
+        longest = int(lengths[last - 1])
+        table = batch.block_table[rows.slots[first:last], : -(-longest // block_size)]
+        mask = None
+        if lengths[first] < longest:
+            hidden = np.arange(longest) >= lengths[first:last, None]
+            mask = _additive(hidden, dtype, device)[:, None, None]
+        groups.append(_Group(first, last, page_index(table), longest, mask))
+
+    chunks = []
+    first = rows.num_single
+    for row in range(rows.num_single, len(rows.slots)):
+        num_tokens, length = int(rows.num_tokens[row]), int(lengths[row])
+        table = batch.block_table[rows.slots[row], : -(-length // block_size)]
+        mask = None
+        if num_tokens < length:
+            hidden = np.arange(length) > np.arange(length - num_tokens, length)[:, None]
+            mask = _additive(hidden, dtype, device)
+        chunks.append(_Chunk(first, first + num_tokens, page_index(table), length, mask))
+        first += num_tokens
+    return AttentionPlan(writes, groups, chunks)
+
+
+def paged_attention(
+    query: torch.Tensor, kv: torch.Tensor, layer: int, plan: AttentionPlan, pool: KvPool, out: torch.Tensor
+) -> None:
+    """Write this layer's K and V of all tokens into the pool, then attend.
+
+    `query`: [tokens, num_kv_heads, query heads per KV head, head_dim]; `kv`: [tokens, 2, num_kv_heads * head_dim];
+    `out`: as `query`, written.
+    """
+    # All writes come first: a row may read blocks that another row of this very step fills (shared prefixes).
+    pool.slots.index_put_((plan.writes[layer],), kv)
+    num_kv_heads, head_dim = pool.num_kv_heads, pool.head_dim
+    for group in plan.groups:
+        rows = group.last - group.first
+        pages = pool.pages.index_select(0, group.pages[layer]).view(2, rows, -1, num_kv_heads, head_dim)
+        keys, values = pages[:, :, : group.context_len].transpose(2, 3)
+        out[group.first : group.last] = F.scaled_dot_product_attention(
+            query[group.first : group.last], keys, values, attn_mask=group.mask
+        )
+    for chunk in plan.chunks:
+        pages = pool.pages.index_select(0, chunk.pages[layer]).view(2, -1, num_kv_heads, head_dim)
+        keys, values = (
+            part.transpose(0, 1)[:, None].expand(-1, query.shape[2], -1, -1) for part in pages[:, : chunk.context_len]
+        )
+        attended = F.scaled_dot_product_attention(
+            query[chunk.first : chunk.last].permute(1, 2, 0, 3),
+            keys,
+            values,
+            attn_mask=chunk.mask,
+            is_causal=chunk.mask is None,
+        )
+        out[chunk.first : chunk.last] = attended.permute(2, 0, 1, 3)
+
+
+def _cut_groups(lengths: Int64Array) -> list[tuple[int, int]]:
+    """Ranges of rows to compute together; `lengths` rises."""
+    groups = []
+    first = 0
+    for row in range(1, len(lengths) + 1):
+        if (
+            row == len(lengths)
+            or lengths[row] > MAX_GROUP_STRETCH * lengths[first]
+            or (row + 1 - first) * lengths[row] > MAX_GROUP_POSITIONS
+        ):
+            groups.append((first, row))
+            first = row
+    return groups
+
+
+def _additive(hidden: BoolArray, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    mask = torch.zeros(hidden.shape, dtype=dtype)
+    return mask.masked_fill_(torch.from_numpy(hidden), float("-inf")).to(device)

@@ -1,0 +1,161 @@
+"""Logits → tokens, for all rows of a step at once.
+
+A row's token is a function of its logits, its parameters and (seed, position) alone: randomness is a hash of the
+latter two, and the distribution is inverted in the order of token ids. So a request goes on with the same tokens on
+another rank, and whatever else is in the batch. Filters apply as in vLLM: temperature, then min-p, then top-k
+(all tokens as likely as the k-th stay), then top-p (the last token that reaches the mass stays).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from rank_scheduler.messages import TokenLogprobs
+from rank_scheduler.plan import Int32Array
+
+NUM_CANDIDATES = 512
+"""Most likely tokens that are sorted for the filters; rows that keep more of them sort the whole vocabulary."""
+
+NON_FINITE = "the model's logits are not finite (overflow, or damaged weights): if it persists, set dtype to float32"
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRows:
+    """Parameters per row; every array has shape [rows]."""
+
+    temperature: npt.NDArray[np.float32]
+    top_k: npt.NDArray[np.int64]
+    top_p: npt.NDArray[np.float32]
+    min_p: npt.NDArray[np.float32]
+    seeds: npt.NDArray[np.uint64]
+    positions: npt.NDArray[np.int64]
+    """Index in the sequence of the token to sample: how many tokens come before it."""
+    num_logprobs: npt.NDArray[np.int64]
+    """-1: none asked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    tokens: Int32Array
+    """Shape [rows]; -1 for rows in `failed`."""
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    failed: dict[int, str] = field(default_factory=dict)
+
+
+def sample(logits: torch.Tensor, rows: SamplingRows) -> Sampled:
+    """Pick one token per row of `logits` [rows, vocab_size], float32."""
+    # One pass: a sum is finite only if every term is.
+    finite = torch.isfinite(logits.sum(dim=-1)).cpu().numpy()
+    failed = {int(row): NON_FINITE for row in np.flatnonzero(~finite)}
+    tokens = logits.argmax(dim=-1).cpu().numpy().astype(np.int32)
+    random = np.flatnonzero(finite & (rows.temperature > 0))
+    if len(random):
+        tokens[random] = _sample_random(_take(logits, random), rows, random)
+    tokens[~finite] = -1
+    asked = np.flatnonzero(finite & (rows.num_logprobs >= 0))
+    logprobs = _logprobs(_take(logits, asked), tokens[asked], rows.num_logprobs[asked]) if len(asked) else []
+    return Sampled(tokens, {int(row): entry for row, entry in zip(asked, logprobs, strict=True)}, failed)
+
+
+def uniforms(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """Numbers in [0, 1), one per (seed, position): SplitMix64 finalizers, over the seed and then over the position."""
+    mixed = _mix(_mix(seeds + _GOLDEN) + _GOLDEN * (positions.astype(np.uint64) + np.uint64(1)))
+    return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def _sample_random(logits: torch.Tensor, rows: SamplingRows, which: npt.NDArray[np.intp]) -> Int32Array:
+    """Tokens of the rows `which`, whose temperature is above 0; `logits` has these rows only."""
+    device = logits.device
+    draws = torch.from_numpy(uniforms(rows.seeds[which], rows.positions[which])).to(device)
+    temperature = torch.from_numpy(rows.temperature[which]).to(device)
+    scaled = (logits - logits.amax(dim=-1, keepdim=True)) / temperature[:, None]
+    tokens = np.empty(len(which), np.int32)
+    filtered = (rows.top_k[which] > 0) | (rows.top_p[which] < 1) | (rows.min_p[which] > 0)
+
+    plain = np.flatnonzero(~filtered)
+    if len(plain):
+        tokens[plain] = _invert(_take(scaled, plain), _take(draws, plain)).cpu().numpy()
+    pending = np.flatnonzero(filtered)
+    for num_candidates in (min(NUM_CANDIDATES, logits.shape[1]), logits.shape[1]):
+        if not len(pending):
+            break
+        chosen, exact = _sample_filtered(
+            _take(scaled, pending), _take(draws, pending), rows, which[pending], num_candidates
+        )
+        tokens[pending[exact]] = chosen[exact]
+        pending = pending[~exact]
+    return tokens
+
+
+def _sample_filtered(
+    scaled: torch.Tensor,
+    draws: torch.Tensor,
+    rows: SamplingRows,
+    which: npt.NDArray[np.intp],
+    num_candidates: int,
+) -> tuple[Int32Array, npt.NDArray[np.bool_]]:
+    """Tokens out of the `num_candidates` most likely, and whether they suffice for each row."""
+    device = scaled.device
+    top_k = torch.from_numpy(rows.top_k[which]).to(device)[:, None]
+    top_p = torch.from_numpy(rows.top_p[which].astype(np.float64)).to(device)[:, None]
+    min_p = torch.from_numpy(rows.min_p[which]).to(device)[:, None]
+    everything = num_candidates == scaled.shape[1]
+
+    # Most likely first, equals by id: what is kept must not depend on how the kernel orders equals.
+    ids = scaled.topk(num_candidates, dim=-1, sorted=False).indices.sort(dim=-1).values
+    values, order = scaled.gather(1, ids).sort(dim=-1, descending=True, stable=True)
+    ids = ids.gather(1, order)
+
+    kept = values >= min_p.log()
+    last_of_k = torch.where(top_k > 0, top_k, scaled.shape[1]).clamp(max=num_candidates) - 1
+    kept &= values >= values.gather(1, last_of_k)
+    weights = torch.where(kept, values.double().exp(), 0.0)
+    # Without other filters the mass is the whole vocabulary's, which the candidates may not cover.
+    unfiltered = (top_k == 0) & (min_p == 0)
+    whole = scaled.double().exp().sum(dim=-1, keepdim=True) if not everything else weights.sum(dim=-1, keepdim=True)
+    mass = torch.where(unfiltered, whole, weights.sum(dim=-1, keepdim=True))
+    before = weights.cumsum(dim=-1) - weights
+    kept &= (before < top_p * mass) | (before == 0)
+    # A kept token as unlikely as the last candidate may have equals, or successors, that are no candidates.
+    exact = everything | ~(kept & (values == values[:, -1:])).any(dim=-1)
+
+    ids, by_id = ids.sort(dim=-1)
+    chosen = _invert(torch.where(kept, values, float("-inf")).gather(1, by_id), draws)
+    return ids.gather(1, chosen[:, None])[:, 0].cpu().numpy().astype(np.int32), exact.cpu().numpy()
+
+
+def _invert(scaled: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
+    """Index per row at which the cumulated probability passes the draw; `scaled` has unnormalized log weights."""
+    cumulated = scaled.exp().cumsum(dim=-1, dtype=torch.float64)
+    total = cumulated[:, -1:]
+    # Below the total, or a draw next to 1 could round up to it and find no index.
+    target = torch.minimum(draws[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cumulated, target, right=True)[:, 0]
+
+
+def _logprobs(logits: torch.Tensor, tokens: Int32Array, num_logprobs: npt.NDArray[np.int64]) -> list[TokenLogprobs]:
+    every = torch.log_softmax(logits, dim=-1)
+    chosen = every.gather(1, torch.from_numpy(tokens.astype(np.int64)).to(logits.device)[:, None])[:, 0].tolist()
+    top = every.topk(min(int(num_logprobs.max()), logits.shape[1]), dim=-1)
+    top_ids, top_values = top.indices.tolist(), top.values.tolist()
+    return [
+        TokenLogprobs(chosen[row], tuple(top_ids[row][:count]), tuple(top_values[row][:count]))
+        for row, count in enumerate(num_logprobs.tolist())
+    ]
+
+
+def _take(rows: torch.Tensor, which: npt.NDArray[np.intp]) -> torch.Tensor:
+    """`rows[which]`, without a copy if that is all of them."""
+    return rows if len(which) == len(rows) else rows[torch.from_numpy(which).to(rows.device)]

@@ -1,0 +1,211 @@
+"""The runner that computes: a Hugging Face checkpoint on torch, on the CPU or one CUDA device."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+
+from model_runner.attention import plan_attention
+from model_runner.batch import PersistentBatch, StepRows
+from model_runner.kv_pool import KvPool
+from model_runner.llama import LlamaModel, expected_tensors
+from model_runner.memory import available_memory_bytes, plan_memory
+from model_runner.model_config import ModelConfig, read_model_config
+from model_runner.runner import Capacity
+from model_runner.sampling import SamplingRows, sample
+from model_runner.weights import load_tensors
+from rank_scheduler.config import CacheConfig, SchedulerConfig
+from rank_scheduler.plan import BoolArray, StepPlan, StepResult
+
+logger = logging.getLogger(__name__)
+
+DtypeName = Literal["auto", "float32", "bfloat16"]
+DeviceName = Literal["cpu", "cuda"]
+
+
+class TorchRunner:
+    """One rank's model (see `ModelRunner`). Its mutable state: the persistent batch and the KV pool."""
+
+    def __init__(
+        self,
+        model_dir: Path,
+        *,
+        scheduler: SchedulerConfig,
+        cache: CacheConfig,
+        dtype: DtypeName = "auto",
+        device: DeviceName = "cpu",
+        num_threads: int | None = None,
+        max_model_len: int | None = None,
+        memory_share: float = 1.0,
+    ) -> None:
+        """`num_threads` is set for the whole process, None leaves torch's choice; `max_model_len` None: the model's."""
+        self._model_dir = model_dir
+        self._scheduler = scheduler
+        self._cache = cache
+        self._dtype_name: DtypeName = dtype
+        self._device_name: DeviceName = device
+        self._num_threads = num_threads
+        self._max_model_len = max_model_len
+        self._memory_share = memory_share
+        self._model: LlamaModel | None = None
+        self._pool: KvPool | None = None
+        self._batch: PersistentBatch | None = None
+
+    @property
+    def pool(self) -> KvPool:
+        """The KV pool, between `load` and `close`."""
+        if self._pool is None:
+            raise RuntimeError("the runner holds no KV pool: call load() first")
+        return self._pool
+
+    def load(self) -> Capacity:
+        started = time.monotonic()
+        config = read_model_config(self._model_dir)
+        max_model_len = self._check_max_model_len(config)
+        if self._device_name == "cuda" and not torch.cuda.is_available():
+            raise ValueError("device is 'cuda', and torch sees no CUDA device: set device to 'cpu'")
+        device = torch.device(self._device_name)
+        dtype = _pick_dtype(self._dtype_name, self._device_name)
+        if self._num_threads is not None:
+            torch.set_num_threads(self._num_threads)
+        memory = plan_memory(
+            config,
+            self._scheduler,
+            self._cache,
+            max_model_len=max_model_len,
+            dtype_size_bytes=dtype.itemsize,
+            available_bytes=torch.cuda.mem_get_info()[0] if device.type == "cuda" else available_memory_bytes(),
+            memory_share=self._memory_share,
+        )
+        ignored = frozenset({"lm_head.weight"}) if config.tie_word_embeddings else frozenset[str]()
+        tensors = load_tensors(self._model_dir, expected_tensors(config), ignored, dtype)
+        self._model = LlamaModel(config, tensors, max_model_len, device)
+        self._pool = KvPool(
+            memory.num_blocks,
+            config.num_hidden_layers,
+            self._cache.block_size,
+            config.num_key_value_heads,
+            config.head_dim,
+            dtype,
+            device,
+        )
+        self._batch = PersistentBatch(self._scheduler.max_num_seqs, max_model_len, self._cache.block_size)
+        capacity = Capacity(
+            num_blocks=memory.num_blocks,
+            block_size=self._cache.block_size,
+            block_size_bytes=memory.block_size_bytes,
+            max_model_len=max_model_len,
+            vocab_size=config.vocab_size,
+            eos_token_ids=config.eos_token_ids,
+            dtype=str(dtype).removeprefix("torch."),
+            device=self._device_name,
+            backend="torch",
+        )
+        logger.info(
+            "loaded %s (%s) in %.1f s: %s on %s, %d threads, %d blocks of %d tokens (%.2f GiB)",
+            self._model_dir.name,
+            config.architecture,
+            time.monotonic() - started,
+            capacity.dtype,
+            capacity.device,
+            torch.get_num_threads(),
+            capacity.num_blocks,
+            capacity.block_size,
+            memory.pool_size_bytes / (1 << 30),
+        )
+        return capacity
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        if self._model is None or self._pool is None or self._batch is None:
+            raise RuntimeError("the runner holds no model: call load() first")
+        with torch.inference_mode():
+            self._apply_delta(plan, self._batch, self._pool)
+            rows = self._batch.rows(plan)
+            samples = plan.samples[rows.plan_rows]
+            result = StepResult(tokens=np.full(len(plan.slots), -1, np.int32))
+            if len(rows.slots):
+                logits = self._forward(rows, samples, self._model, self._pool, self._batch)
+                self._sample(logits, rows, samples, self._batch, result)
+            self._batch.advance(plan, result.tokens)
+        return result
+
+    def close(self) -> None:
+        self._model = self._pool = self._batch = None
+
+    def _apply_delta(self, plan: StepPlan, batch: PersistentBatch, pool: KvPool) -> None:
+        batch.free(plan.freed_slots)
+        for source, destination in plan.block_copies:
+            pool.copy_block(source, destination)
+        fresh = [block for sequence in plan.new_sequences for block in batch.install(sequence).tolist()]
+        batch.append_blocks(plan.appended_slots, plan.appended_blocks)
+        fresh += plan.appended_blocks
+        if fresh:
+            pool.zero_blocks(torch.tensor(fresh, device=pool.blocks.device))
+
+    def _forward(
+        self, rows: StepRows, samples: BoolArray, model: LlamaModel, pool: KvPool, batch: PersistentBatch
+    ) -> torch.Tensor:
+        device, dtype = pool.blocks.device, pool.blocks.dtype
+        return model.forward(
+            torch.from_numpy(rows.token_ids).to(device),
+            torch.from_numpy(rows.positions).to(device),
+            torch.from_numpy(rows.last_tokens[samples]).to(device),
+            plan_attention(rows, batch, pool, dtype),
+            pool,
+        )
+
+    def _sample(
+        self, logits: torch.Tensor, rows: StepRows, samples: BoolArray, batch: PersistentBatch, result: StepResult
+    ) -> None:
+        """Fill `result` from the logits of the rows that sample."""
+        slots, plan_rows = rows.slots[samples], rows.plan_rows[samples]
+        if not len(slots):
+            return
+        sampled = sample(
+            logits,
+            SamplingRows(
+                temperature=batch.temperature[slots],
+                top_k=batch.top_k[slots],
+                top_p=batch.top_p[slots],
+                min_p=batch.min_p[slots],
+                seeds=batch.seeds[slots],
+                positions=rows.context_lens[samples],
+                num_logprobs=batch.num_logprobs[slots],
+            ),
+        )
+        result.tokens[plan_rows] = sampled.tokens
+        result.logprobs.update({int(plan_rows[row]): entry for row, entry in sampled.logprobs.items()})
+        result.failed.update({int(plan_rows[row]): why for row, why in sampled.failed.items()})
+
+    def _check_max_model_len(self, config: ModelConfig) -> int:
+        if self._max_model_len is None:
+            return config.max_position_embeddings
+        if not 1 <= self._max_model_len <= config.max_position_embeddings:
+            raise ValueError(
+                f"max_model_len is {self._max_model_len}, and the model has max_position_embeddings "
+                f"{config.max_position_embeddings}: set max_model_len to 1..{config.max_position_embeddings}"
+            )
+        return self._max_model_len
+
+
+def _pick_dtype(name: DtypeName, device: DeviceName) -> torch.dtype:
+    """The dtype of weights and KV; "auto" is bfloat16 where the processor computes in it."""
+    if name != "auto":
+        return torch.float32 if name == "float32" else torch.bfloat16
+    if device == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
+    flags = _processor_flags()
+    return torch.bfloat16 if flags & {"avx512_bf16", "amx_bf16"} else torch.float32
+
+
+def _processor_flags() -> frozenset[str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return frozenset()
+    return frozenset(next((line.split(":", 1)[1].split() for line in lines if line.startswith("flags")), ()))
