@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import logging
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
+
+from rank_scheduler.messages import RankLoad
+from router.control_link import ControlAddress, ControlLink
+from router.control_messages import QueueCounts, RankRecord
+from router.errors import ApiError, Cause
+from router.metrics import RouterMetrics
+from router.protocol import ChatCompletionRequest, CompletionRequest
+from router.rank_pool import RankPool
+from router.request_flow import RequestFlow
+from router.tokenizer import ChatTokenizer
+
+logger = logging.getLogger(__name__)
 
 
 class RouterSettings(BaseModel):
@@ -26,15 +38,116 @@ class RouterSettings(BaseModel):
 
 
 class RouterService:
-    """Everything behind one router's HTTP surface. Use from one event loop."""
+    """Everything behind one router's HTTP surface. Use from one event loop.
+
+    Raises ValueError, with what is missing, if `model_dir` does not hold a tokenizer.
+    """
 
     def __init__(self, settings: RouterSettings) -> None:
         self.settings = settings
+        self.tokenizer = ChatTokenizer(settings.model_dir)
+        self.metrics = RouterMetrics(self._rank_figures, self._queue_counts)
+        self.is_shutting_down = False
+        self._control: ControlLink | None = None
+        self._pool: RankPool | None = None
+        self._flows: set[RequestFlow] = set()
 
-    async def start(self, control_address: Callable[[], Awaitable[tuple[str, int]]], secret: bytes, name: str) -> None:
-        """Connect to the control actor and, as they appear, to all ranks. `name`: unique per process."""
-        raise NotImplementedError
+    @property
+    def control(self) -> ControlLink:
+        if self._control is None:
+            raise RuntimeError("RouterService.start has not been called")
+        return self._control
+
+    @property
+    def pool(self) -> RankPool:
+        if self._pool is None:
+            raise RuntimeError("RouterService.start has not been called")
+        return self._pool
+
+    async def start(self, control_address: ControlAddress, secret: bytes, name: str) -> None:
+        """Connect to the control actor and, as they appear, to all ranks; returns at once. `name`: unique per process.
+
+        `control_address` gives host and port anew for each attempt; what it raises means "not now".
+        """
+        settings = self.settings
+        self._pool = RankPool(
+            secret,
+            name,
+            wait_timeout_s=settings.rank_wait_timeout_s,
+            silence_timeout_s=settings.rank_silence_timeout_s,
+        )
+        self._control = ControlLink(
+            control_address,
+            secret,
+            name,
+            acquire_timeout_s=settings.acquire_timeout_s,
+            on_members=self._pool.reconcile,
+            on_shutting_down=self.shut_down,
+        )
+        self._control.start()
+
+    def open_flow(self, request: ChatCompletionRequest | CompletionRequest) -> RequestFlow:
+        """A new request's flow; its opener closes it. Raises ApiError when shutting down."""
+        if self.is_shutting_down:
+            raise _shutting_down()
+        flow = RequestFlow(
+            request,
+            tokenizer=self.tokenizer,
+            control=self.control,
+            pool=self.pool,
+            metrics=self.metrics,
+            max_model_len=self.settings.max_model_len,
+            on_close=self._flows.discard,
+        )
+        self._flows.add(flow)
+        return flow
+
+    def shut_down(self) -> None:
+        """End every stream with an error event, and refuse what comes. Idempotent."""
+        if not self.is_shutting_down:
+            logger.info("shutting down, %d requests in flight", len(self._flows))
+        self.is_shutting_down = True
+        for flow in list(self._flows):
+            flow.fail(_shutting_down())
+        if self._control is not None:
+            self._control.refuse_pending(_shutting_down())
 
     async def stop(self) -> None:
-        """End every stream with an error event, then close all connections. Idempotent."""
-        raise NotImplementedError
+        """Shut down and close all connections. Idempotent."""
+        self.shut_down()
+        if self._control is not None:
+            await self._control.close()
+        if self._pool is not None:
+            await self._pool.close()
+        self.tokenizer.close()
+
+    def readiness(self) -> tuple[bool, dict[str, object]]:
+        """Whether requests can be served, and the figures that say why."""
+        num_ranks = 0 if self._pool is None else len(self._pool.links)
+        is_connected = self._control is not None and self._control.is_connected
+        expected = self.settings.expected_num_ranks
+        is_ready = is_connected and num_ranks >= expected and not self.is_shutting_down
+        return is_ready, {
+            "ready": is_ready,
+            "control_connected": is_connected,
+            "num_ranks_connected": num_ranks,
+            "expected_num_ranks": expected,
+            "shutting_down": self.is_shutting_down,
+        }
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless everything agrees; when idle, nothing may be held."""
+        self.pool.check_integrity()
+        if not self._flows:
+            assert self.control.num_holdings == 0, f"{self.control.num_holdings} keys are held by no request"
+            assert self.pool.num_live == 0, f"{self.pool.num_live} sequences belong to no request"
+
+    def _rank_figures(self) -> list[tuple[RankRecord, RankLoad]]:
+        return [] if self._pool is None else [(link.record, link.load) for link in self._pool.links]
+
+    def _queue_counts(self) -> QueueCounts:
+        return QueueCounts(0, 0, 0, 0) if self._control is None else self._control.counts
+
+
+def _shutting_down() -> ApiError:
+    return ApiError(Cause.SHUTTING_DOWN, "the server is shutting down; try again later")

@@ -1,0 +1,139 @@
+"""One choice of a request: the sequence that a rank runs for it, as the router sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from tokenizers import Tokenizer
+
+from rank_scheduler.messages import End, FinishReason, SamplingParams, TokenLogprobs
+from router.detokenizer import IncrementalDetokenizer, StopText
+from router.errors import ApiError, Cause
+
+
+@dataclass(slots=True)
+class Delta:
+    """What a choice has gained since its last delta."""
+
+    index: int
+    text: str
+    token_ids: list[int] = field(default_factory=list)
+    """Those whose text belongs to the answer (an end-of-sequence or stop token does not)."""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """One per token in `token_ids`, if asked for."""
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+
+class Choice:
+    """Filled by its rank's link, in callbacks; emptied by its request's task.
+
+    A link calls `add_token` and `prefill_done` any number of times and then exactly one of `finish` and `fail`.
+    """
+
+    __slots__ = (
+        "_detokenizer",
+        "_logprobs",
+        "_on_prefill_done",
+        "_stop_text",
+        "_tokens",
+        "_wants_logprobs",
+        "end",
+        "error",
+        "index",
+        "is_dirty",
+        "is_prefilled",
+        "last_delta_at",
+        "notify",
+        "num_generated_tokens",
+    )
+
+    def __init__(
+        self,
+        index: int,
+        tokenizer: Tokenizer,
+        sampling: SamplingParams,
+        notify: Callable[[Choice], None],
+        on_prefill_done: Callable[[], None],
+    ) -> None:
+        self.index = index
+        self.end: End | None = None
+        self.error: ApiError | None = None
+        self.num_generated_tokens = 0
+        self.is_prefilled = False
+        self.is_dirty = False
+        self.last_delta_at: float | None = None
+        self.notify = notify
+        self._on_prefill_done = on_prefill_done
+        self._tokens: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
+        self._wants_logprobs = sampling.num_logprobs is not None
+        self._detokenizer = IncrementalDetokenizer(tokenizer)
+        self._stop_text = StopText(sampling.stop) if sampling.stop else None
+
+    @property
+    def is_ended(self) -> bool:
+        return self.end is not None or self.error is not None
+
+    def add_token(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
+        self._tokens.append(token_id)
+        self.num_generated_tokens += 1
+        if self._wants_logprobs:
+            self._logprobs.append(logprobs if logprobs is not None else TokenLogprobs(0.0))
+        if not self.is_prefilled:
+            self.prefill_done()
+        if not self.is_dirty:
+            self.is_dirty = True
+            self.notify(self)
+
+    def prefill_done(self) -> None:
+        if not self.is_prefilled:
+            self.is_prefilled = True
+            self._on_prefill_done()
+
+    def finish(self, end: End, rank_id: str) -> None:
+        """The rank's last word."""
+        if end.reason is FinishReason.ERROR:
+            self.fail(ApiError(Cause.RANK_ERROR, f"rank {rank_id} could not finish the request: {end.message}"))
+        elif end.reason is FinishReason.ABORT:
+            self.fail(
+                ApiError(Cause.RANK_LOST, f"rank {rank_id} stopped the request {end.message}".rstrip() + "; try again")
+            )
+        else:
+            self.end = end
+            self._mark_dirty()
+
+    def fail(self, error: ApiError) -> None:
+        if not self.is_ended:
+            self.error = error
+            self._mark_dirty()
+
+    def take_delta(self) -> Delta:
+        """Everything since the last call, as text. After an `error` there is no more."""
+        self.is_dirty = False
+        token_ids, self._tokens = self._tokens, []
+        logprobs, self._logprobs = self._logprobs, []
+        end = self.end
+        if end is not None and end.reason is FinishReason.STOP and not isinstance(end.stop_reason, str):
+            del token_ids[-1:]  # the end-of-sequence or stop token, which the rank sends with its End
+            del logprobs[len(token_ids) :]
+        stop_text = self._stop_text
+        if stop_text is None:
+            text = self._detokenizer.step(token_ids)
+        else:
+            step, feed = self._detokenizer.step, stop_text.feed
+            text = "".join([feed(step([token_id])) for token_id in token_ids])
+        if end is None:
+            return Delta(self.index, text, token_ids, logprobs)
+        stopped = isinstance(end.stop_reason, str)
+        if stop_text is not None:
+            text += stop_text.end(stopped)
+        if not stopped:
+            text += self._detokenizer.flush()
+        return Delta(self.index, text, token_ids, logprobs, str(end.reason), end.stop_reason)
+
+    def _mark_dirty(self) -> None:
+        if not self.is_dirty:
+            self.is_dirty = True
+            self.notify(self)

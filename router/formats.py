@@ -1,0 +1,228 @@
+"""Deltas as the bytes of OpenAI's answers: SSE chunks, encoded by hand around a fixed prefix, and whole bodies."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import msgspec
+
+from rank_scheduler.messages import TokenLogprobs
+from router.choice import Delta
+from router.detokenizer import TokenTable
+
+DONE = b"data: [DONE]\n\n"
+_encode = msgspec.json.Encoder().encode
+
+
+@dataclass(slots=True)
+class Answer:
+    """A choice's deltas put together."""
+
+    text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+    def add(self, delta: Delta) -> None:
+        self.text.append(delta.text)
+        self.token_ids += delta.token_ids
+        self.logprobs += delta.logprobs
+        self.finish_reason = delta.finish_reason
+        self.stop_reason = delta.stop_reason
+
+
+class Format(Protocol):
+    """How one endpoint writes its answers. One object per request."""
+
+    def opening(self, index: int) -> bytes:
+        """What a choice's stream begins with."""
+        ...
+
+    def chunk(self, delta: Delta) -> bytes:
+        """One SSE event."""
+        ...
+
+    def usage_chunk(self, usage: Mapping[str, Any]) -> bytes:
+        """The event with the usage and no choices."""
+        ...
+
+    def body(self, answers: Sequence[Answer], usage: Mapping[str, Any]) -> bytes:
+        """The whole answer of a request that does not stream."""
+        ...
+
+
+def usage(num_prompt_tokens: int, num_generated_tokens: int, num_cached_tokens: int) -> dict[str, Any]:
+    """Tokens of all prompts, each counted once, and of all choices (end-of-sequence and stop tokens included)."""
+    return {
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": num_generated_tokens,
+        "total_tokens": num_prompt_tokens + num_generated_tokens,
+        "prompt_tokens_details": {"cached_tokens": num_cached_tokens},
+    }
+
+
+class _Format:
+    _id_prefix: str
+    _object: str
+    _chunk_object: str
+
+    def __init__(self, model: str, table: TokenTable, *, wants_logprobs: bool, include_usage: bool) -> None:
+        self._table = table
+        self._wants_logprobs = wants_logprobs
+        self._head = {"id": f"{self._id_prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+        self._usage_null: dict[str, Any] = {"usage": None} if include_usage else {}
+        head = _encode({**self._head, "object": self._chunk_object, **self._usage_null, "choices": []})
+        self._prefix = b"data: " + head.removesuffix(b"]}")
+        self._suffix = b"]}\n\n"
+
+    def _event(self, choice: bytes) -> bytes:
+        return self._prefix + choice + self._suffix
+
+    def usage_chunk(self, usage: Mapping[str, Any]) -> bytes:
+        return (
+            b"data: " + _encode({**self._head, "object": self._chunk_object, "choices": [], "usage": usage}) + b"\n\n"
+        )
+
+    def _body(self, choices: list[dict[str, Any]], usage: Mapping[str, Any]) -> bytes:
+        return _encode({**self._head, "object": self._object, "choices": choices, "usage": usage})
+
+
+class ChatFormat(_Format):
+    """`/v1/chat/completions`."""
+
+    _id_prefix = "chatcmpl"
+    _object = "chat.completion"
+    _chunk_object = "chat.completion.chunk"
+
+    def opening(self, index: int) -> bytes:
+        choice = {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+        return self._event(_encode(choice))
+
+    def chunk(self, delta: Delta) -> bytes:
+        if not self._wants_logprobs and delta.finish_reason is None:
+            return self._event(
+                b'{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}'
+                % (delta.index, _encode(delta.text))
+            )
+        return self._event(
+            _encode(
+                {
+                    "index": delta.index,
+                    "delta": {"content": delta.text} if delta.text else {},
+                    "logprobs": self._logprobs(delta.token_ids, delta.logprobs),
+                    "finish_reason": delta.finish_reason,
+                    **({} if delta.finish_reason is None else {"stop_reason": delta.stop_reason}),
+                }
+            )
+        )
+
+    def body(self, answers: Sequence[Answer], usage: Mapping[str, Any]) -> bytes:
+        return self._body(
+            [
+                {
+                    "index": index,
+                    "message": {"role": "assistant", "content": "".join(answer.text), "refusal": None},
+                    "logprobs": self._logprobs(answer.token_ids, answer.logprobs),
+                    "finish_reason": answer.finish_reason,
+                    "stop_reason": answer.stop_reason,
+                }
+                for index, answer in enumerate(answers)
+            ],
+            usage,
+        )
+
+    def _logprobs(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
+        if not self._wants_logprobs:
+            return None
+        return {
+            "content": [
+                {
+                    **self._token(token_id, entry.logprob),
+                    "top_logprobs": [
+                        self._token(top_id, logprob)
+                        for top_id, logprob in zip(entry.top_ids, entry.top_logprobs, strict=True)
+                    ],
+                }
+                for token_id, entry in zip(token_ids, logprobs, strict=True)
+            ],
+            "refusal": None,
+        }
+
+    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
+        data = self._table[token_id]
+        return {"token": data.decode(errors="replace"), "logprob": _finite(logprob), "bytes": list(data)}
+
+
+class CompletionFormat(_Format):
+    """`/v1/completions`."""
+
+    _id_prefix = "cmpl"
+    _object = "text_completion"
+    _chunk_object = "text_completion"
+
+    def __init__(self, model: str, table: TokenTable, *, wants_logprobs: bool, include_usage: bool) -> None:
+        super().__init__(model, table, wants_logprobs=wants_logprobs, include_usage=include_usage)
+        self._offsets: dict[int, int] = {}
+        """Choice → characters of its tokens so far."""
+
+    def opening(self, index: int) -> bytes:
+        return b""
+
+    def chunk(self, delta: Delta) -> bytes:
+        if not self._wants_logprobs and delta.finish_reason is None:
+            return self._event(
+                b'{"index":%d,"text":%b,"logprobs":null,"finish_reason":null}' % (delta.index, _encode(delta.text))
+            )
+        return self._event(_encode(self._choice(delta.index, delta.text, delta)))
+
+    def body(self, answers: Sequence[Answer], usage: Mapping[str, Any]) -> bytes:
+        return self._body(
+            [self._choice(index, "".join(answer.text), answer) for index, answer in enumerate(answers)], usage
+        )
+
+    def _choice(self, index: int, text: str, source: Delta | Answer) -> dict[str, Any]:
+        return {
+            "index": index,
+            "text": text,
+            "logprobs": self._logprobs(index, source.token_ids, source.logprobs) if self._wants_logprobs else None,
+            "finish_reason": source.finish_reason,
+            "stop_reason": source.stop_reason,
+        }
+
+    def _logprobs(self, index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        offset = self._offsets.get(index, 0)
+        offsets = []
+        for token_id in token_ids:
+            offsets.append(offset)
+            offset += len(self._text(token_id))
+        self._offsets[index] = offset
+        return {
+            "tokens": [self._text(token_id) for token_id in token_ids],
+            "token_logprobs": [_finite(entry.logprob) for entry in logprobs],
+            "top_logprobs": [
+                {
+                    self._text(top_id): _finite(logprob)
+                    for top_id, logprob in zip(entry.top_ids, entry.top_logprobs, strict=True)
+                }
+                for entry in logprobs
+            ],
+            "text_offset": offsets,
+        }
+
+    def _text(self, token_id: int) -> str:
+        """A token's text; one that is part of a character shows its bytes, so that no two look alike."""
+        data = self._table[token_id]
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def _finite(logprob: float) -> float:
+    """JSON has no infinity; -9999 stands for it, as in other servers."""
+    return max(logprob, -9999.0)

@@ -1,0 +1,215 @@
+"""The HTTP surface: OpenAI-compatible routes, and those for operation.
+
+Bodies are parsed by `protocol` instead of by the framework, so that every refusal has the same shape; the schemas
+shown in /openapi.json come from the same models.
+"""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+from router.errors import ApiError, Cause, invalid
+from router.formats import ChatFormat, CompletionFormat, Format
+from router.http_edge import HttpEdge
+from router.protocol import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    parse,
+)
+from router.responses import GenerationResponse
+from router.service import RouterService
+
+METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+def build_app(service: RouterService) -> FastAPI:
+    """The application around `service`, which may be started before or after; requests need it started."""
+    app = FastAPI(title="serried", docs_url=None, redoc_url=None)
+    app.add_middleware(HttpEdge, max_body_bytes=service.settings.max_body_bytes)
+    _add_error_handlers(app, service)
+    _add_generation_routes(app, service)
+    _add_token_routes(app, service)
+    _add_operation_routes(app, service)
+    return app
+
+
+def _add_generation_routes(app: FastAPI, service: RouterService) -> None:
+    def answer(
+        request: ChatCompletionRequest | CompletionRequest, kind: type[ChatFormat | CompletionFormat]
+    ) -> Response:
+        _check_model(service, request.model)
+        form: Format = kind(
+            service.settings.model_name,
+            service.tokenizer.table,
+            wants_logprobs=request.num_logprobs is not None,
+            include_usage=request.include_usage,
+        )
+        return GenerationResponse(partial(service.open_flow, request), form)
+
+    @app.post("/v1/chat/completions", openapi_extra=_body_schema(ChatCompletionRequest))
+    async def chat_completions(request: Request) -> Response:
+        """Answer to a conversation."""
+        return answer(parse(await request.body(), ChatCompletionRequest), ChatFormat)
+
+    @app.post("/v1/completions", openapi_extra=_body_schema(CompletionRequest))
+    async def completions(request: Request) -> Response:
+        """Continuation of one or more prompts."""
+        return answer(parse(await request.body(), CompletionRequest), CompletionFormat)
+
+
+def _add_token_routes(app: FastAPI, service: RouterService) -> None:
+    tokenizer = service.tokenizer
+
+    @app.post("/tokenize", openapi_extra=_body_schema(TokenizeRequest))
+    async def tokenize(request: Request) -> Response:
+        """Token ids of a prompt or a conversation."""
+        asked = parse(await request.body(), TokenizeRequest)
+        _check_model(service, asked.model)
+        if asked.messages is not None:
+            text = tokenizer.render_chat(
+                [message.for_template() for message in asked.messages],
+                add_generation_prompt=asked.add_generation_prompt,
+            )
+        else:
+            text = asked.prompt or ""
+        add_special_tokens = asked.messages is None if asked.add_special_tokens is None else asked.add_special_tokens
+        token_ids = await tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        token_strs = (
+            [tokenizer.table[i].decode(errors="replace") for i in token_ids] if asked.return_token_strs else None
+        )
+        return _json(
+            {
+                "count": len(token_ids),
+                "max_model_len": service.settings.max_model_len,
+                "tokens": token_ids,
+                "token_strs": token_strs,
+            }
+        )
+
+    @app.post("/detokenize", openapi_extra=_body_schema(DetokenizeRequest))
+    async def detokenize(request: Request) -> Response:
+        """The text of token ids."""
+        asked = parse(await request.body(), DetokenizeRequest)
+        _check_model(service, asked.model)
+        if asked.tokens and (largest := max(asked.tokens)) >= tokenizer.vocab_size:
+            raise invalid(
+                f"tokens: token id {largest} is not in the model's vocabulary of {tokenizer.vocab_size}", "tokens"
+            )
+        return _json({"prompt": tokenizer.decode(asked.tokens)})
+
+
+def _add_operation_routes(app: FastAPI, service: RouterService) -> None:
+    settings = service.settings
+    model = {
+        "id": settings.model_name,
+        "object": "model",
+        "created": int(time.time()),
+        "owned_by": "serried",
+        "max_model_len": settings.max_model_len,
+    }
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        """The one model that this cluster serves."""
+        return _json({"object": "list", "data": [model]})
+
+    @app.get("/v1/models/{name:path}")
+    async def model_by_name(name: str) -> Response:
+        """The same, by name."""
+        _check_model(service, name)
+        return _json(model)
+
+    @app.get("/health")
+    async def health() -> Response:
+        """200 while the process answers."""
+        return _json({"status": "ok"})
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        """200 once the control actor and the expected ranks are connected, 503 otherwise; figures in both cases."""
+        is_ready, figures = service.readiness()
+        return _json(figures, status=200 if is_ready else 503)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        """Prometheus text format."""
+        return Response(service.metrics.exposition(), headers={"content-type": METRICS_CONTENT_TYPE})
+
+
+def _add_error_handlers(app: FastAPI, service: RouterService) -> None:
+    @app.exception_handler(ApiError)
+    async def on_api_error(request: Request, error: ApiError) -> Response:
+        if request.url.path.startswith("/v1/") and request.method == "POST":
+            service.metrics.refused(error)
+        return _error(error)
+
+    @app.exception_handler(HTTPException)
+    async def on_http_error(request: Request, error: HTTPException) -> Response:
+        place = f"{request.method} {request.url.path}"
+        if error.status_code == 404:
+            return _error(ApiError(Cause.NOT_FOUND, f"no such route: {place}; see /openapi.json"))
+        if error.status_code == 405:
+            allowed = (error.headers or {}).get("Allow", "")
+            response = _error(ApiError(Cause.METHOD_NOT_ALLOWED, f"{place} is not allowed; use {allowed}"))
+            response.headers["allow"] = allowed
+            return response
+        response = _error(invalid(f"{place}: {error.detail}"))
+        response.status_code = error.status_code
+        return response
+
+    @app.exception_handler(RequestValidationError)
+    async def on_validation_error(request: Request, error: RequestValidationError) -> Response:
+        first = error.errors()[0]
+        return _error(invalid(f"{'.'.join(map(str, first['loc']))}: {first['msg']}"))
+
+    @app.exception_handler(ClientDisconnect)
+    async def on_client_disconnect(request: Request, error: ClientDisconnect) -> Response:
+        return Response(status_code=400)  # nobody reads it
+
+
+def _check_model(service: RouterService, name: str | None) -> None:
+    known = service.settings.model_name
+    if name is not None and name != known:
+        shown = name if len(name) <= 200 else f"{name[:200]}…"
+        raise ApiError(Cause.MODEL_NOT_FOUND, f"model: {shown!r} is not served here; use {known!r}", "model")
+
+
+def _json(content: Any, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(content), status_code=status, media_type="application/json")
+
+
+def _error(error: ApiError) -> Response:
+    return Response(error.body(), status_code=error.status, headers=error.headers(), media_type="application/json")
+
+
+def _body_schema(kind: type[BaseModel]) -> dict[str, Any]:
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": _inlined(kind)}}}}
+
+
+def _inlined(kind: type[BaseModel]) -> dict[str, Any]:
+    """The model's JSON schema without references, which would point nowhere inside the application's document."""
+    schema = kind.model_json_schema()
+    definitions = schema.pop("$defs", {})
+
+    def resolve(node: Any) -> Any:
+        if isinstance(node, list):
+            return [resolve(item) for item in node]
+        if isinstance(node, dict):
+            if "$ref" in node:
+                return resolve(definitions[node["$ref"].rsplit("/", 1)[1]])
+            return {key: resolve(value) for key, value in node.items()}
+        return node
+
+    resolved: dict[str, Any] = resolve(schema)
+    return resolved

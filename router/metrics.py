@@ -1,0 +1,133 @@
+"""What `/metrics` shows: the router's own counters, each connected rank's figures, the cluster's queue.
+
+Ranks' series are read from their last frames when somebody asks, so that they cost nothing per frame. Names are
+those of vLLM with the prefix `serried_`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from rank_scheduler.messages import RankLoad
+from router.control_messages import QueueCounts, RankRecord
+from router.errors import ApiError, Cause
+
+_REJECTED_CAUSES = frozenset(Cause) - {Cause.RANK_LOST, Cause.RANK_ERROR, Cause.CLIENT_GONE, Cause.INTERNAL_ERROR}
+_FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80)
+_TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.4, 0.8, 1.6)
+_REQUEST_BUCKETS = (0.1, 0.25, 0.5, 1, 2, 5, 10, 20, 40, 60, 120, 300, 600)
+
+_RANK_GAUGES: dict[str, tuple[str, Callable[[RankLoad], float]]] = {
+    "num_requests_running": ("Sequences that the rank runs.", lambda load: load.num_running),
+    "num_requests_waiting": ("Sequences that wait on the rank.", lambda load: load.num_waiting),
+    "num_waiting_tokens": ("Prompt tokens still to be computed.", lambda load: load.num_waiting_tokens),
+    "kv_cache_usage_perc": (
+        "Share of KV blocks in use, 0 to 1.",
+        lambda load: 1 - load.num_free_blocks / load.num_blocks if load.num_blocks else 0.0,
+    ),
+    "kv_blocks_used": ("KV blocks in use.", lambda load: load.num_blocks - load.num_free_blocks),
+    "kv_blocks_total": ("KV blocks of the pool.", lambda load: load.num_blocks),
+}
+_RANK_COUNTERS: dict[str, tuple[str, Callable[[RankLoad], float]]] = {
+    "preemptions": ("Sequences that had to give up their KV.", lambda load: load.num_preemptions),
+    "prompt_tokens": ("Prompt tokens computed, cache hits not included.", lambda load: load.num_prompt_tokens),
+    "generation_tokens": ("Tokens generated.", lambda load: load.num_generated_tokens),
+    "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", lambda load: load.num_prefix_queries),
+    "prefix_cache_hits": ("Prompt tokens found in the prefix cache.", lambda load: load.num_prefix_hits),
+    "engine_steps": ("Steps of the rank.", lambda load: load.num_steps),
+}
+
+
+class RouterMetrics:
+    """One router's registry. `ranks` and `counts` are read at each scrape."""
+
+    def __init__(
+        self, ranks: Callable[[], Iterable[tuple[RankRecord, RankLoad]]], counts: Callable[[], QueueCounts]
+    ) -> None:
+        self.registry = CollectorRegistry()
+        self._outcomes = Counter(
+            "serried_requests",
+            "Requests by outcome: finished, rejected (never queued), dropped (was queued).",
+            ["outcome"],
+            registry=self.registry,
+        )
+        self._causes = Counter(
+            "serried_refused", "Requests rejected or dropped, by cause.", ["cause"], registry=self.registry
+        )
+        self.num_in_flight = Gauge(
+            "serried_num_requests_in_flight", "Requests that this router works on.", registry=self.registry
+        )
+        self.time_to_first_token = Histogram(
+            "serried_time_to_first_token_seconds",
+            "From a request's arrival to its first token.",
+            buckets=_FIRST_TOKEN_BUCKETS,
+            registry=self.registry,
+        )
+        self.inter_token_latency = Histogram(
+            "serried_inter_token_latency_seconds",
+            "Time between the tokens of a choice.",
+            buckets=_TOKEN_BUCKETS,
+            registry=self.registry,
+        )
+        self.request_latency = Histogram(
+            "serried_e2e_request_latency_seconds",
+            "From a request's arrival to its end, finished ones.",
+            buckets=_REQUEST_BUCKETS,
+            registry=self.registry,
+        )
+        for outcome in ("finished", "rejected", "dropped"):
+            self._outcomes.labels(outcome)
+        for cause in Cause:
+            self._causes.labels(str(cause))
+        self.registry.register(_LiveFigures(ranks, counts))
+
+    def finished(self, latency_s: float) -> None:
+        self._outcomes.labels("finished").inc()
+        self.request_latency.observe(latency_s)
+
+    def refused(self, error: ApiError) -> None:
+        """Count a request that was rejected or dropped."""
+        self._outcomes.labels("rejected" if error.cause in _REJECTED_CAUSES else "dropped").inc()
+        self._causes.labels(str(error.cause)).inc()
+
+    def exposition(self) -> bytes:
+        """Everything in the Prometheus text format."""
+        return generate_latest(self.registry)
+
+
+class _LiveFigures(Collector):
+    def __init__(
+        self, ranks: Callable[[], Iterable[tuple[RankRecord, RankLoad]]], counts: Callable[[], QueueCounts]
+    ) -> None:
+        self._ranks = ranks
+        self._counts = counts
+
+    def describe(self) -> Iterable[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        ranks = list(self._ranks())
+        labels = ["pool", "rank"]
+        for name, (text, value) in _RANK_GAUGES.items():
+            gauge = GaugeMetricFamily(f"serried_{name}", text, labels=labels)
+            for record, load in ranks:
+                gauge.add_metric([record.pool, record.rank_id], value(load))
+            yield gauge
+        for name, (text, value) in _RANK_COUNTERS.items():
+            counter = CounterMetricFamily(f"serried_{name}", text, labels=labels)
+            for record, load in ranks:
+                counter.add_metric([record.pool, record.rank_id], value(load))
+            yield counter
+        counts = self._counts()
+        yield GaugeMetricFamily("serried_num_ranks_connected", "Ranks this router is connected to.", value=len(ranks))
+        yield GaugeMetricFamily(
+            "serried_queued_requests", "Requests in the cluster, waiting and running.", value=counts.num_requests
+        )
+        yield GaugeMetricFamily(
+            "serried_queued_tokens", "Prompt tokens in the cluster without a first token.", value=counts.num_tokens
+        )

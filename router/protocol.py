@@ -1,0 +1,316 @@
+"""What callers may ask: the request bodies, checked strictly, every refusal naming field, value and limit.
+
+Fields of the OpenAI API (and of common servers) that serried does not implement are accepted with the value that
+means "not used" and refused by name otherwise; a field that nobody knows is refused as such.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from router.errors import ApiError, invalid
+
+MAX_NUM_CHOICES = 128
+MAX_NUM_PROMPTS = 128
+MAX_NUM_STOP_STRINGS = 16
+MAX_STOP_CHARACTERS = 1_024
+MAX_NUM_STOP_TOKEN_IDS = 128
+MAX_NUM_LOGPROBS = 20
+DEFAULT_COMPLETION_MAX_TOKENS = 16
+
+_SHOWN_CHARACTERS = 80
+
+# Field → values that mean "not used".
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "add_special_tokens": (),
+    "allowed_token_ids": ([],),
+    "audio": (),
+    "bad_words": ([],),
+    "best_of": (1,),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "echo": (False,),
+    "frequency_penalty": (0,),
+    "function_call": ("none",),
+    "functions": ([],),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "metadata": ({},),
+    "min_tokens": (0,),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True, False),
+    "prediction": (),
+    "presence_penalty": (0,),
+    "priority": (0,),
+    "prompt_logprobs": (),
+    "reasoning_effort": (),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "store": (False,),
+    "structured_outputs": (),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+    "verbosity": (),
+    "web_search_options": (),
+}
+_UNSUPPORTED_IN_MESSAGES: dict[str, tuple[Any, ...]] = {
+    "audio": (),
+    "function_call": (),
+    "refusal": (),
+    "tool_calls": ([],),
+}
+
+
+def _texts(value: Any) -> Any:
+    """A string or a list of strings → list."""
+    return [] if value is None else [value] if isinstance(value, str) else value
+
+
+def _content(value: Any) -> Any:
+    """A message's content: a string, or text parts, which are joined by line ends."""
+    if not isinstance(value, list):
+        return value
+    texts = []
+    for index, part in enumerate(value):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text":
+            raise ValueError(f"part {index} has type {kind!r}; only parts of type 'text' are supported")
+        if not isinstance(part.get("text"), str) or len(part) != 2:
+            raise ValueError(f"part {index} must be {{'type': 'text', 'text': <string>}}")
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+def _prompts(value: Any) -> Any:
+    """A string, strings, token ids, or lists of token ids → list of prompts."""
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list) or not value:
+        raise ValueError("must be a string, a list of strings, a list of token ids or a list of such lists, not empty")
+    prompts = [value] if _is_token_ids(value) else value
+    if len(prompts) > MAX_NUM_PROMPTS:
+        raise ValueError(f"has {len(prompts)} prompts, at most {MAX_NUM_PROMPTS} are allowed")
+    for index, prompt in enumerate(prompts):
+        if not isinstance(prompt, str) and not _is_token_ids(prompt):
+            raise ValueError(f"prompt {index} is neither a string nor a list of token ids")
+    return prompts
+
+
+def _is_token_ids(value: Any) -> bool:
+    return isinstance(value, list) and all(type(item) is int for item in value)
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class StreamOptions(_Strict):
+    include_usage: bool = False
+    continuous_usage_stats: Literal[False, None] = None
+
+
+class Message(_Strict):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[str, BeforeValidator(_content)]
+    name: str | None = None
+    tool_call_id: str | None = None
+
+    def for_template(self) -> dict[str, str]:
+        return self.model_dump(exclude_none=True)
+
+
+_StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+
+
+class GenerateRequest(_Strict):
+    """What chat and text completions have in common."""
+
+    model: str
+    max_tokens: int | None = Field(default=None, ge=1)
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1, le=2**31 - 1)
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    seed: int | None = Field(default=None, ge=-(2**63), le=2**63 - 1)
+    stop: Annotated[list[_StopString], Field(max_length=MAX_NUM_STOP_STRINGS), BeforeValidator(_texts)] = []
+    stop_token_ids: list[Annotated[int, Field(ge=0)]] | None = Field(default=None, max_length=MAX_NUM_STOP_TOKEN_IDS)
+    n: int | None = Field(default=None, ge=1, le=MAX_NUM_CHOICES)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    ignore_eos: bool | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+    @property
+    def num_choices(self) -> int:
+        """Choices per prompt."""
+        return self.n or 1
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """As in `SamplingParams`."""
+        raise NotImplementedError
+
+    @property
+    def asked_max_tokens(self) -> int | None:
+        return self.max_tokens
+
+    @property
+    def max_tokens_param(self) -> str:
+        return "max_tokens"
+
+    def check(self) -> None:
+        """Raises ApiError where fields contradict each other."""
+        if self.stream_options is not None and not self.stream:
+            raise invalid("stream_options: allowed only with stream = true", "stream_options")
+
+
+class ChatCompletionRequest(GenerateRequest):
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_NUM_LOGPROBS)
+    add_generation_prompt: bool | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def asked_max_tokens(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def max_tokens_param(self) -> str:
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+
+    def check(self) -> None:
+        super().check()
+        if self.top_logprobs and not self.logprobs:
+            raise invalid(f"top_logprobs: {self.top_logprobs} asks for logprobs = true as well", "top_logprobs")
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise invalid(
+                f"max_tokens: {self.max_tokens} contradicts max_completion_tokens {self.max_completion_tokens}; "
+                "give one of them",
+                "max_tokens",
+            )
+
+
+class CompletionRequest(GenerateRequest):
+    prompt: Annotated[list[str | list[int]], BeforeValidator(_prompts)]
+    logprobs: int | None = Field(default=None, ge=0, le=MAX_NUM_LOGPROBS)
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+
+class TokenizeRequest(_Strict):
+    """Either `prompt` or `messages`."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = Field(default=None, min_length=1)
+    add_special_tokens: bool | None = None
+    """Default: true for `prompt`, false for `messages` (whose template has them)."""
+    add_generation_prompt: bool = True
+    return_token_strs: bool = False
+
+    def check(self) -> None:
+        if (self.prompt is None) == (self.messages is None):
+            raise invalid("prompt: give either prompt or messages", "prompt")
+
+
+class DetokenizeRequest(_Strict):
+    model: str | None = None
+    tokens: list[Annotated[int, Field(ge=0)]]
+
+    def check(self) -> None:
+        pass
+
+
+RequestT = TypeVar("RequestT", ChatCompletionRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
+
+
+def parse(body: bytes, kind: type[RequestT]) -> RequestT:
+    """The checked request in `body`. Raises ApiError, which names what is wrong."""
+    try:
+        fields = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise invalid(f"the request body is not valid JSON in UTF-8: {error}") from None
+    except RecursionError:
+        raise invalid("the request body is nested too deeply") from None
+    if not isinstance(fields, dict):
+        raise invalid(f"the request body must be a JSON object, got {_shown(fields)}")
+    _strip_unused(fields, kind.model_fields, _UNSUPPORTED, "")
+    messages = fields.get("messages")
+    for index, message in enumerate(messages if isinstance(messages, list) else ()):
+        if isinstance(message, dict):
+            _strip_unused(message, Message.model_fields, _UNSUPPORTED_IN_MESSAGES, f"messages[{index}].")
+    try:
+        request = kind.model_validate(fields)
+    except ValidationError as error:
+        raise _refusal(error) from None
+    request.check()
+    return request
+
+
+def _strip_unused(
+    fields: dict[str, Any], known: Mapping[str, Any], unsupported: Mapping[str, tuple[Any, ...]], path: str
+) -> None:
+    """Take out unsupported fields that are not used; raise ApiError for those that are, and for unknown ones."""
+    for name in [name for name in fields if name not in known]:
+        value = fields[name]
+        if name not in unsupported:
+            raise invalid(f"{_shown_name(path + name)}: unknown field; remove it", _shown_name(path + name))
+        is_n = name == "best_of" and value == fields.get("n", 1)
+        if value is not None and value not in unsupported[name] and not is_n:
+            raise invalid(f"{path}{name}: not supported, got {_shown(value)}; leave it out", path + name)
+        del fields[name]
+
+
+def _refusal(error: ValidationError) -> ApiError:
+    """The first thing that is wrong, as path, reason and value."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    path = ""
+    for part in first["loc"]:
+        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
+    if first["type"] == "missing":
+        return invalid(f"{path}: required field is missing", path)
+    if first["type"] == "extra_forbidden":
+        return invalid(f"{_shown_name(path)}: unknown field; remove it", _shown_name(path))
+    reason = first["msg"].removeprefix("Value error, ")
+    return invalid(f"{path}: {reason[:1].lower()}{reason[1:]}, got {_shown(first['input'])}", path)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value) if not isinstance(value, list | dict | str) or len(value) <= _SHOWN_CHARACTERS else None
+    if text is None:
+        return f"a {type(value).__name__} of length {len(value)}"
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…"
+
+
+def _shown_name(name: str) -> str:
+    return name if len(name) <= _SHOWN_CHARACTERS else f"{name[:_SHOWN_CHARACTERS]}…"

@@ -1,0 +1,177 @@
+"""One connection to one rank: submits, aborts, and the frames that come back.
+
+Ownership: from `submit` on the link owes the choice exactly one `finish` or `fail`, whatever happens to the
+connection; `abort` takes that duty back. Ids are the link's, never used twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from kv_transfer.connection import Connection
+from rank_scheduler.messages import Abort, RankLoad, SamplingParams, StepFrame, Submit
+from router.choice import Choice
+from router.control_messages import RankRecord
+from router.errors import ApiError, Cause
+from router.placement import Candidate, load_contains
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Unseen:
+    """A submitted sequence that the rank's figures do not contain yet."""
+
+    num_steps: int
+    num_tokens: int
+
+
+class RankLink:
+    """Use from the event loop that owns `connection`. `on_idle` is called when the last live sequence has ended."""
+
+    def __init__(
+        self,
+        record: RankRecord,
+        connection: Connection,
+        *,
+        silence_timeout_s: float,
+        on_idle: Callable[[RankLink], None],
+    ) -> None:
+        self.record = record
+        self.load = RankLoad(num_free_blocks=record.num_blocks, num_blocks=record.num_blocks)
+        self.num_ignored = 0
+        """Tokens and ends for ids that are not live: of aborted requests, or a rank's mistake."""
+        self._connection = connection
+        self._silence_timeout_s = silence_timeout_s
+        self._on_idle = on_idle
+        self._loop = asyncio.get_running_loop()
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(StepFrame)
+        self._next_id = 1
+        self._live: dict[int, Choice] = {}
+        self._unseen: dict[int, _Unseen] = {}
+        self._num_unseen_tokens = 0
+        self._last_frame_at = self._loop.time()
+        self._watch = self._loop.call_later(silence_timeout_s, self._check_silence)
+        connection.closed.add_done_callback(self._on_closed)
+        connection.start(self._on_frame)
+
+    @property
+    def closed(self) -> asyncio.Future[str]:
+        """Resolves with the reason when the connection has ended."""
+        return self._connection.closed
+
+    @property
+    def is_open(self) -> bool:
+        return not self._connection.closed.done()
+
+    @property
+    def num_live(self) -> int:
+        return len(self._live)
+
+    def candidate(self) -> Candidate:
+        return Candidate(self.load, len(self._unseen), self._num_unseen_tokens)
+
+    def submit(self, token_ids: bytes, sampling: SamplingParams, choice: Choice) -> int:
+        """Send a prompt (little-endian int32) to the rank; returns the id to abort it by."""
+        request_id = self._next_id
+        self._next_id += 1
+        self._live[request_id] = choice
+        num_tokens = len(token_ids) // 4
+        self._unseen[request_id] = _Unseen(self.load.num_steps, num_tokens)
+        self._num_unseen_tokens += num_tokens
+        if not self._connection.send(self._encoder.encode(Submit(request_id, token_ids, sampling))):
+            self._forget(request_id)
+            choice.fail(self._lost("closed"))
+        return request_id
+
+    def abort(self, request_id: int) -> None:
+        """The request is of no interest any more; its choice hears nothing further. Ignored if it has ended."""
+        if self._forget(request_id) is not None:
+            self._connection.send(self._encoder.encode(Abort(request_id)))
+            self._tell_if_idle()
+
+    def close(self, reason: str) -> None:
+        self._connection.close(reason)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless the figures agree with each other."""
+        assert self._unseen.keys() <= self._live.keys(), "an ended sequence is still counted as unseen"
+        assert self._num_unseen_tokens == sum(unseen.num_tokens for unseen in self._unseen.values())
+
+    def _on_frame(self, payload: bytes) -> None:
+        try:
+            frame = self._decoder.decode(payload)
+        except msgspec.DecodeError as error:
+            self._connection.abort(f"rank {self.record.rank_id} sent what is no frame: {error}")
+            return
+        if len(frame.ids) != len(frame.tokens):
+            self._connection.abort(f"rank {self.record.rank_id} sent {len(frame.tokens)} tokens for {len(frame.ids)}")
+            return
+        self._last_frame_at = self._loop.time()
+        self.load = frame.load
+        live = self._live
+        for request_id in frame.first_token_ids:
+            if (choice := live.get(request_id)) is not None:
+                choice.prefill_done()
+                self._saw(request_id)
+        logprobs = frame.logprobs
+        for index, request_id in enumerate(frame.ids):
+            choice = live.get(request_id)
+            if choice is None:
+                self.num_ignored += 1
+                continue
+            choice.add_token(frame.tokens[index], logprobs.get(index) if logprobs else None)
+        for end in frame.ends:
+            choice = self._forget(end.id)
+            if choice is None:
+                self.num_ignored += 1
+                continue
+            choice.finish(end, self.record.rank_id)
+        if self._unseen:
+            for request_id in [i for i, unseen in self._unseen.items() if load_contains(unseen.num_steps, frame.load)]:
+                self._saw(request_id)
+        if frame.ends:
+            self._tell_if_idle()
+
+    def _saw(self, request_id: int) -> None:
+        unseen = self._unseen.pop(request_id, None)
+        if unseen is not None:
+            self._num_unseen_tokens -= unseen.num_tokens
+
+    def _forget(self, request_id: int) -> Choice | None:
+        self._saw(request_id)
+        return self._live.pop(request_id, None)
+
+    def _tell_if_idle(self) -> None:
+        if not self._live:
+            self._on_idle(self)
+
+    def _check_silence(self) -> None:
+        remaining_s = self._last_frame_at + self._silence_timeout_s - self._loop.time()
+        if remaining_s <= 0:
+            self._connection.abort(f"nothing heard for {self._silence_timeout_s:g} s")
+        else:
+            self._watch = self._loop.call_later(remaining_s, self._check_silence)
+
+    def _on_closed(self, closed: asyncio.Future[str]) -> None:
+        self._watch.cancel()
+        live, self._live = self._live, {}
+        self._unseen.clear()
+        self._num_unseen_tokens = 0
+        if live:
+            logger.warning("rank %s lost with %d sequences: %s", self.record.rank_id, len(live), closed.result())
+        for choice in live.values():
+            choice.fail(self._lost(closed.result()))
+        self._on_idle(self)
+
+    def _lost(self, reason: str) -> ApiError:
+        return ApiError(
+            Cause.RANK_LOST,
+            f"the connection to rank {self.record.rank_id} was lost ({reason}); send the request again",
+        )

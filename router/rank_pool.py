@@ -1,0 +1,168 @@
+"""The ranks that this router knows: one link each, kept as long as the rank is a member.
+
+Mutable state: `_keepers`, one task per member, by boot id, and `_links`, the open connections. A rank that is no
+longer a member gets no new work, but its link stays open until what runs on it has ended: membership comes from
+the control actor, whose restart must not cut streams. A rank that is really gone ends its own connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from functools import partial
+
+from kv_transfer.connection import connect
+from kv_transfer.wire import WireError
+from router.control_messages import RankRecord
+from router.errors import ApiError, Cause
+from router.placement import least_loaded
+from router.rank_link import RankLink
+
+logger = logging.getLogger(__name__)
+
+MIN_BACKOFF_S = 0.05
+MAX_BACKOFF_S = 2.0
+CONNECT_TIMEOUT_S = 5.0
+
+
+class RankPool:
+    """Use from one event loop. `close` ends all links; what runs on them fails as lost with its rank."""
+
+    def __init__(self, secret: bytes, name: str, *, wait_timeout_s: float, silence_timeout_s: float) -> None:
+        self._secret = secret
+        self._name = name
+        self._wait_timeout_s = wait_timeout_s
+        self._silence_timeout_s = silence_timeout_s
+        self._members: dict[str, RankRecord] = {}
+        self._keepers: dict[str, asyncio.Task[None]] = {}
+        self._links: dict[str, RankLink] = {}
+        self._changed = asyncio.Event()
+        self._turn = 0
+
+    @property
+    def links(self) -> list[RankLink]:
+        """Open connections to members, by rank id."""
+        links = [link for boot_id, link in self._links.items() if boot_id in self._members and link.is_open]
+        return sorted(links, key=lambda link: link.record.rank_id)
+
+    @property
+    def num_members(self) -> int:
+        return len(self._members)
+
+    @property
+    def num_live(self) -> int:
+        """Sequences on all ranks."""
+        return sum(link.num_live for link in self._links.values())
+
+    def reconcile(self, members: Sequence[RankRecord]) -> None:
+        """These ranks are live now: connect to new ones, leave those that are gone when they are idle."""
+        self._members = {record.boot_id: record for record in members}
+        for boot_id, link in list(self._links.items()):
+            if boot_id not in self._members and not link.num_live:
+                link.close("the rank is no longer a member")
+        for boot_id, keeper in list(self._keepers.items()):
+            if boot_id not in self._members and boot_id not in self._links:
+                keeper.cancel()
+        for boot_id, record in self._members.items():
+            if boot_id not in self._keepers:
+                keeper = asyncio.get_running_loop().create_task(self._keep(record), name=f"rank {record.rank_id}")
+                self._keepers[boot_id] = keeper
+                keeper.add_done_callback(partial(self._on_kept, boot_id))
+        self._wake()
+
+    async def pick(self) -> RankLink:
+        """The rank for a new request; waits a little while there is none. Raises ApiError if there still is none."""
+        deadline = asyncio.get_running_loop().time() + self._wait_timeout_s
+        while not (links := self.links):
+            changed = self._changed
+            try:
+                async with asyncio.timeout_at(deadline):
+                    await changed.wait()
+            except TimeoutError:
+                raise ApiError(
+                    Cause.NO_RANK_AVAILABLE,
+                    f"no rank is connected ({self.num_members} known); "
+                    f"waited {self._wait_timeout_s:g} s for one, try again later",
+                ) from None
+        self._turn += 1
+        return links[least_loaded([link.candidate() for link in links], self._turn)]
+
+    async def close(self) -> None:
+        """Close all connections and end all tasks."""
+        self._members = {}
+        keepers = list(self._keepers.values())
+        for link in list(self._links.values()):
+            link.close("the router ends")
+        for keeper in keepers:
+            keeper.cancel()
+        await asyncio.gather(*keepers, return_exceptions=True)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless links and members agree."""
+        assert self._members.keys() <= self._keepers.keys(), "a member has no keeper"
+        for link in self._links.values():
+            link.check_integrity()
+
+    async def _keep(self, record: RankRecord) -> None:
+        """Hold a connection to the rank while it is a member."""
+        backoff_s = MIN_BACKOFF_S
+        reported = False
+        while record.boot_id in self._members:
+            try:
+                connection = await connect(
+                    record.host,
+                    record.port,
+                    secret=self._secret,
+                    role="router",
+                    name=self._name,
+                    timeout_s=CONNECT_TIMEOUT_S,
+                )
+            except (OSError, TimeoutError, WireError) as error:
+                if not reported:
+                    reported = True
+                    logger.warning(
+                        "rank %s at %s:%d cannot be reached, trying on: %s",
+                        record.rank_id,
+                        record.host,
+                        record.port,
+                        error or type(error).__name__,
+                    )
+                await asyncio.sleep(backoff_s)
+                backoff_s = min(MAX_BACKOFF_S, 2 * backoff_s)
+                continue
+            link = RankLink(
+                record, connection, silence_timeout_s=self._silence_timeout_s, on_idle=self._close_if_no_member
+            )
+            self._links[record.boot_id] = link
+            logger.info("rank %s connected (boot %s)", record.rank_id, record.boot_id)
+            reported, connected_at = False, asyncio.get_running_loop().time()
+            self._wake()
+            try:
+                reason = await asyncio.shield(link.closed)
+            finally:
+                link.close("the router ends")
+                del self._links[record.boot_id]
+                self._wake()
+            logger.info("rank %s disconnected: %s", record.rank_id, reason)
+            # A rank that accepts and hangs up at once must not be asked in a tight loop.
+            if asyncio.get_running_loop().time() - connected_at > MAX_BACKOFF_S:
+                backoff_s = MIN_BACKOFF_S
+            await asyncio.sleep(backoff_s)
+            backoff_s = min(MAX_BACKOFF_S, 2 * backoff_s)
+
+    def _on_kept(self, boot_id: str, keeper: asyncio.Task[None]) -> None:
+        if self._keepers.get(boot_id) is keeper:
+            del self._keepers[boot_id]
+        if not keeper.cancelled() and (error := keeper.exception()) is not None:
+            logger.error("the connection to rank %s is no longer kept", boot_id, exc_info=error)
+        if boot_id in self._members:  # it came back while its keeper was ending
+            self.reconcile(list(self._members.values()))
+
+    def _close_if_no_member(self, link: RankLink) -> None:
+        if link.record.boot_id not in self._members and link.is_open:
+            link.close("the rank is no longer a member")
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()

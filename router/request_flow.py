@@ -1,0 +1,241 @@
+"""A request's life in the router: counted, tokenized, placed, submitted, streamed, ended.
+
+Ownership: a flow owns its key in the queue counts and its sequences on the rank from `begin` on; `close`, which
+its owner calls exactly where the request ends, gives both back, whatever happened before. `close` is synchronous,
+so that no cancellation can come between.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+
+from rank_scheduler.messages import SamplingParams
+from router.choice import Choice, Delta
+from router.control_link import ControlLink
+from router.errors import ApiError, Cause, invalid
+from router.metrics import RouterMetrics
+from router.protocol import DEFAULT_COMPLETION_MAX_TOKENS, ChatCompletionRequest, CompletionRequest
+from router.rank_link import RankLink
+from router.rank_pool import RankPool
+from router.tokenizer import ChatTokenizer
+
+_UINT64 = (1 << 64) - 1
+
+
+class RequestFlow:
+    """One request. `begin`, then `next` until `is_finished`, and `close` in a `finally`."""
+
+    def __init__(
+        self,
+        request: ChatCompletionRequest | CompletionRequest,
+        *,
+        tokenizer: ChatTokenizer,
+        control: ControlLink,
+        pool: RankPool,
+        metrics: RouterMetrics,
+        max_model_len: int,
+        on_close: Callable[[RequestFlow], None],
+    ) -> None:
+        self.request = request
+        self.num_prompt_tokens = 0
+        self._tokenizer = tokenizer
+        self._control = control
+        self._pool = pool
+        self._metrics = metrics
+        self._max_model_len = max_model_len
+        self._on_close = on_close
+        self._loop = asyncio.get_running_loop()
+        self._arrived_at = self._loop.time()
+        self._key: int | None = None
+        self._choices: list[Choice] = []
+        self._submitted: list[tuple[RankLink, int]] = []
+        self._num_open = 0
+        self._dirty: list[Choice] = []
+        self._wake = asyncio.Event()
+        self._error: ApiError | None = None
+        self._is_closed = False
+        metrics.num_in_flight.inc()
+
+    @property
+    def is_finished(self) -> bool:
+        """All choices have ended, and their last deltas have been taken."""
+        return self._num_open == 0 and not self._dirty and self._error is None
+
+    @property
+    def num_choices(self) -> int:
+        return len(self._choices)
+
+    @property
+    def num_generated_tokens(self) -> int:
+        return sum(choice.num_generated_tokens for choice in self._choices)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens found in the prefix cache, each prompt counted once, as the prompt tokens are."""
+        firsts = self._choices[:: self.request.num_choices]
+        return sum(choice.end.num_cached_tokens for choice in firsts if choice.end is not None)
+
+    async def begin(self) -> None:
+        """Everything up to the submit. Raises ApiError if the request is refused."""
+        request = self.request
+        num_prompts = len(request.prompt) if isinstance(request, CompletionRequest) else 1
+        self._check_vocabulary(request.stop_token_ids or (), "stop_token_ids")
+        self._key = self._control.new_key()
+        await self._control.acquire(self._key, num_prompts * request.num_choices, 0)
+        prompts = await self._tokenize()
+        self.num_prompt_tokens = sum(map(len, prompts))
+        max_tokens = [self._max_tokens(prompt) for prompt in prompts]
+        await self._control.acquire(self._key, 0, self.num_prompt_tokens * request.num_choices)
+        seed = request.seed if request.seed is not None else int.from_bytes(os.urandom(8), "little")
+        for prompt_index, prompt in enumerate(prompts):
+            link = await self._pool.pick()
+            self._raise_error()
+            token_ids = np.asarray(prompt, dtype="<i4").tobytes()
+            # Equal prompts of one request answer alike under a given seed, as they would if sent one by one;
+            # without one, every choice is its own draw.
+            base = seed if request.seed is not None else seed + prompt_index * request.num_choices
+            for choice_index in range(request.num_choices):
+                sampling = self._sampling((base + choice_index) & _UINT64, max_tokens[prompt_index])
+                self._submit(link, token_ids, sampling)
+
+    async def next(self) -> list[Delta]:
+        """What has come since the last call; waits until there is something. Raises ApiError if the request failed.
+
+        Deltas that came before a failure are returned first.
+        """
+        self._raise_error()
+        while not self._dirty:
+            self._wake.clear()
+            await self._wake.wait()
+            self._raise_error()
+        dirty, self._dirty = self._dirty, []
+        now = self._loop.time()
+        deltas = []
+        for choice in dirty:
+            delta = choice.take_delta()
+            if delta.token_ids or delta.finish_reason is not None:
+                self._observe(choice, len(delta.token_ids), now)
+                deltas.append(delta)
+            if choice.is_ended:
+                self._num_open -= 1
+                self._error = self._error or choice.error
+        return deltas
+
+    def fail(self, error: ApiError) -> None:
+        """End the request from outside; its owner's next wait raises `error`."""
+        self._error = self._error or error
+        self._wake.set()
+
+    def close(self, error: ApiError | None) -> None:
+        """Abort what still runs, release the counts, count the outcome (`error` None: finished). Idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        for link, request_id in self._submitted:
+            link.abort(request_id)
+        if self._key is not None:
+            self._control.release(self._key)
+        self._metrics.num_in_flight.dec()
+        if error is None:
+            self._metrics.finished(self._loop.time() - self._arrived_at)
+        else:
+            self._metrics.refused(error)
+        self._on_close(self)
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _submit(self, link: RankLink, token_ids: bytes, sampling: SamplingParams) -> None:
+        on_prefill_done = partial(self._prefill_done, len(token_ids) // 4)
+        choice = Choice(len(self._choices), self._tokenizer.tokenizer, sampling, self._notify, on_prefill_done)
+        self._choices.append(choice)
+        self._num_open += 1
+        self._submitted.append((link, link.submit(token_ids, sampling, choice)))
+
+    def _notify(self, choice: Choice) -> None:
+        self._dirty.append(choice)
+        self._wake.set()
+
+    def _prefill_done(self, num_tokens: int) -> None:
+        if self._key is not None and not self._is_closed:
+            self._control.prefill_done(self._key, num_tokens)
+
+    def _observe(self, choice: Choice, num_tokens: int, now: float) -> None:
+        if choice.last_delta_at is None:
+            if choice.index == 0:
+                self._metrics.time_to_first_token.observe(now - self._arrived_at)
+        elif num_tokens:
+            self._metrics.inter_token_latency.observe((now - choice.last_delta_at) / num_tokens)
+        choice.last_delta_at = now
+
+    async def _tokenize(self) -> list[list[int]]:
+        request = self.request
+        if isinstance(request, ChatCompletionRequest):
+            messages = [message.for_template() for message in request.messages]
+            text = self._tokenizer.render_chat(
+                messages, add_generation_prompt=request.add_generation_prompt is not False
+            )
+            prompts = [await self._tokenizer.encode(text, add_special_tokens=False)]
+        else:
+            prompts = []
+            for prompt in request.prompt:
+                if isinstance(prompt, str):
+                    prompt = await self._tokenizer.encode(prompt, add_special_tokens=True)
+                else:
+                    self._check_vocabulary(prompt, "prompt")
+                prompts.append(prompt)
+        self._raise_error()
+        return prompts
+
+    def _check_vocabulary(self, token_ids: Sequence[int], param: str) -> None:
+        vocab_size = self._tokenizer.vocab_size
+        if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+            unknown = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
+            raise invalid(f"{param}: token id {unknown} is not in the model's vocabulary of {vocab_size}", param)
+
+    def _max_tokens(self, prompt: Sequence[int]) -> int:
+        """Tokens to generate for `prompt`. Raises ApiError if the model has no room for that."""
+        request = self.request
+        param = "messages" if isinstance(request, ChatCompletionRequest) else "prompt"
+        if not prompt:
+            raise invalid(f"{param}: has no tokens; at least one is needed", param)
+        room = self._max_model_len - len(prompt)
+        asked = request.asked_max_tokens
+        if room < 1:
+            raise ApiError(
+                Cause.CONTEXT_LENGTH_EXCEEDED,
+                f"{param}: has {len(prompt)} tokens, the model's maximum length is {self._max_model_len} tokens "
+                "including at least one generated; shorten it",
+                param,
+            )
+        if asked is None:
+            return room if isinstance(request, ChatCompletionRequest) else min(DEFAULT_COMPLETION_MAX_TOKENS, room)
+        if asked > room:
+            raise ApiError(
+                Cause.CONTEXT_LENGTH_EXCEEDED,
+                f"{request.max_tokens_param}: {asked} together with the {len(prompt)} tokens of {param} exceeds the "
+                f"model's maximum length of {self._max_model_len} tokens; ask for at most {room}",
+                request.max_tokens_param,
+            )
+        return asked
+
+    def _sampling(self, seed: int, max_tokens: int) -> SamplingParams:
+        request = self.request
+        return SamplingParams(
+            seed=seed,
+            max_tokens=max_tokens,
+            temperature=1.0 if request.temperature is None else float(request.temperature),
+            top_p=1.0 if request.top_p is None else float(request.top_p),
+            top_k=max(0, request.top_k or 0),
+            min_p=0.0 if request.min_p is None else float(request.min_p),
+            stop=tuple(request.stop),
+            stop_token_ids=tuple(request.stop_token_ids or ()),
+            ignore_eos=bool(request.ignore_eos),
+            num_logprobs=request.num_logprobs,
+        )

@@ -1,0 +1,143 @@
+"""A generation request's answer, as an ASGI response: SSE or one body, errors included, clients' departures noticed.
+
+Headers are sent with the first token, so that whatever fails before it is answered with a status of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from router.choice import Delta
+from router.errors import ApiError, Cause
+from router.formats import DONE, Answer, Format, usage
+from router.request_flow import RequestFlow
+
+logger = logging.getLogger(__name__)
+
+_SSE_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+class GenerationResponse(Response):
+    """Opens a flow for the request, runs it to its end and closes it, whatever that end is."""
+
+    def __init__(self, open_flow: Callable[[], RequestFlow], form: Format) -> None:
+        super().__init__()
+        self._open_flow = open_flow
+        self._form = form
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        flow = self._open_flow()
+        outcome: ApiError | None = ApiError(Cause.CLIENT_GONE, "the client closed the connection")
+        work = self._stream(flow, send) if flow.request.stream else self._answer(flow, send)
+        try:
+            if await _until_disconnect(work, receive):
+                outcome = None
+        except ApiError as error:
+            outcome = error
+            if error.cause is Cause.RANK_ERROR:
+                logger.error("request failed: %s", error.message)
+        except Exception as error:
+            outcome = ApiError(Cause.INTERNAL_ERROR, f"internal error: {type(error).__name__}")
+            raise
+        finally:
+            flow.close(outcome)
+
+    async def _answer(self, flow: RequestFlow, send: Send) -> None:
+        try:
+            await flow.begin()
+            answers = [Answer() for _ in range(flow.num_choices)]
+            while not flow.is_finished:
+                for delta in await flow.next():
+                    answers[delta.index].add(delta)
+        except ApiError as error:
+            await _send_error(error, send)
+            raise
+        body = self._form.body(answers, _usage(flow))
+        await _send_body(200, body, {}, send)
+
+    async def _stream(self, flow: RequestFlow, send: Send) -> None:
+        form, wants_logprobs = self._form, flow.request.num_logprobs is not None
+        try:
+            await flow.begin()
+            deltas = await flow.next()
+        except ApiError as error:
+            await _send_error(error, send)
+            raise
+        await send({"type": "http.response.start", "status": 200, "headers": _SSE_HEADERS})
+        begun: set[int] = set()
+        failure: ApiError | None = None
+        try:
+            while True:
+                if data := self._events(deltas, begun, wants_logprobs):
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
+                if flow.is_finished:
+                    break
+                deltas = await flow.next()
+        except ApiError as error:
+            failure = error
+        if failure is not None:
+            tail = b"data: " + failure.body() + b"\n\n"
+        else:
+            tail = form.usage_chunk(_usage(flow)) if flow.request.include_usage else b""
+        await send({"type": "http.response.body", "body": tail + DONE, "more_body": False})
+        if failure is not None:
+            raise failure
+
+    def _events(self, deltas: list[Delta], begun: set[int], wants_logprobs: bool) -> bytes:
+        """The deltas as SSE; those that have nothing to show yet (text held back) are left out."""
+        form = self._form
+        events = []
+        for delta in deltas:
+            if delta.index not in begun:
+                begun.add(delta.index)
+                events.append(form.opening(delta.index))
+            if delta.text or delta.finish_reason is not None or (wants_logprobs and delta.token_ids):
+                events.append(form.chunk(delta))
+        return b"".join(events)
+
+
+def _usage(flow: RequestFlow) -> dict[str, object]:
+    return usage(flow.num_prompt_tokens, flow.num_generated_tokens, flow.num_cached_tokens)
+
+
+async def _until_disconnect(work: Coroutine[None, None, None], receive: Receive) -> bool:
+    """Run `work` unless the client goes away first. True if it ran to its end; its exceptions are raised."""
+    loop = asyncio.get_running_loop()
+    working = loop.create_task(work)
+    watching = loop.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        watching.cancel()
+        if not working.done():
+            working.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
+    if working.cancelled():
+        return False
+    working.result()
+    return True
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _send_error(error: ApiError, send: Send) -> None:
+    await _send_body(error.status, error.body(), error.headers(), send)
+
+
+async def _send_body(status: int, body: bytes, headers: dict[str, str], send: Send) -> None:
+    raw_headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    raw_headers += [(name.encode(), value.encode()) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": status, "headers": raw_headers})
+    await send({"type": "http.response.body", "body": body})

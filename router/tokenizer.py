@@ -1,0 +1,155 @@
+"""A model's tokenizer and chat template, without `transformers`: its import takes longer than all else at start-up.
+
+The template runs in the same kind of sandbox, with the same names, as in `transformers`
+(`utils/chat_template_utils.py`), since checkpoints are written for that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+
+from router.detokenizer import token_table
+from router.errors import invalid
+
+# Beyond this an encode would hold up the event loop by more than a few milliseconds.
+LONG_TEXT_CHARACTERS = 2_000
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class ChatTokenizer:
+    """Text ↔ token ids, and messages → text. `model_dir` holds tokenizer.json and tokenizer_config.json.
+
+    Raises ValueError, with what is missing, if the directory does not hold a tokenizer.
+    """
+
+    def __init__(self, model_dir: Path) -> None:
+        path = model_dir / "tokenizer.json"
+        if not path.is_file():
+            raise ValueError(f"model_dir: {model_dir} has no tokenizer.json; give a Hugging Face checkpoint directory")
+        self.tokenizer: Tokenizer = Tokenizer.from_file(str(path))
+        self.tokenizer.no_truncation()
+        self.tokenizer.no_padding()
+        self.table = token_table(self.tokenizer)
+        self.vocab_size = int(
+            _read_json(model_dir / "config.json").get("vocab_size")
+            or self.tokenizer.get_vocab_size(with_added_tokens=True)
+        )
+        """Ids the model knows; it may have more rows than the tokenizer has tokens."""
+        config = _read_json(model_dir / "tokenizer_config.json")
+        self._special_tokens = {name: _content(config[name]) for name in _SPECIAL_TOKENS if config.get(name)}
+        self._template_source = _template_source(model_dir, config)
+        self._template = None if self._template_source is None else _compile(self._template_source)
+        self._encoder = ThreadPoolExecutor(1, thread_name_prefix="encode")
+
+    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of `text`. A long one is encoded in the worker thread."""
+        if len(text) <= LONG_TEXT_CHARACTERS:
+            return self._encode(text, add_special_tokens)
+        return await asyncio.get_running_loop().run_in_executor(self._encoder, self._encode, text, add_special_tokens)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of all `token_ids`, special tokens included."""
+        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=False))
+
+    def render_chat(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool) -> str:
+        """Messages as the text that the model was trained on. Raises ApiError if the template refuses them."""
+        if self._template is None or self._template_source is None:
+            raise invalid(
+                "messages: this model has no chat template (chat_template in tokenizer_config.json, or "
+                "chat_template.jinja); use /v1/completions",
+                "messages",
+            )
+        if "developer" not in self._template_source:
+            messages = [m | {"role": "system"} if m["role"] == "developer" else m for m in map(dict, messages)]
+        try:
+            return self._template.render(
+                messages=[dict(message) for message in messages],
+                add_generation_prompt=add_generation_prompt,
+                tools=None,
+                documents=None,
+                **self._special_tokens,
+            )
+        except jinja2.TemplateError as error:
+            raise invalid(f"messages: the model's chat template refuses them: {error}", "messages") from None
+        except (TypeError, ValueError, KeyError, IndexError, AttributeError, OverflowError) as error:
+            raise invalid(
+                f"messages: the model's chat template cannot render them ({type(error).__name__}: {error}); "
+                "check roles and their order",
+                "messages",
+            ) from None
+
+    def close(self) -> None:
+        self._encoder.shutdown(wait=False, cancel_futures=True)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        # The batch call is the one that lets other threads run meanwhile.
+        encodings = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return list(encodings[0].ids)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"model_dir: {path} is not valid JSON: {error}") from None
+    return content
+
+
+def _content(token: str | dict[str, Any]) -> str:
+    return token if isinstance(token, str) else str(token["content"])
+
+
+def _template_source(model_dir: Path, config: dict[str, Any]) -> str | None:
+    path = model_dir / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    source = config.get("chat_template")
+    if isinstance(source, list):  # several, by name
+        source = {entry["name"]: entry["template"] for entry in source}.get("default")
+    return source
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """`{% generation %}…{% endgeneration %}` marks the assistant's part for training; here it is its content."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _compile(source: str) -> jinja2.Template:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
+    )
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+    strftime_now: Callable[[str], str] = lambda pattern: datetime.now().strftime(pattern)  # noqa: E731
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = strftime_now
+    try:
+        return environment.from_string(source)
+    except jinja2.TemplateSyntaxError as error:
+        raise ValueError(f"model_dir: the chat template does not compile: {error} (line {error.lineno})") from None
