@@ -11,7 +11,7 @@ import asyncio
 import os
 import socket
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from kv_transfer.wire import NONCE_BYTES, ClientHandshake, FrameBuffer, Hello, ServerHandshake, WireError, frame
 
@@ -59,8 +59,8 @@ class Connection(asyncio.Protocol):
             self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        # uvloop's transports, which Ray's and Serve's processes use, have the methods but not the base class.
+        self._transport = cast(asyncio.Transport, transport)
         sock = transport.get_extra_info("socket")
         if sock is not None:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
