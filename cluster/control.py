@@ -1,0 +1,294 @@
+"""The control actor: one endpoint that knows which ranks live and how many requests the cluster holds.
+
+`ControlEndpoint` is the server, on one event loop, without Ray; `ControlActor` puts it into a named Ray actor. Its
+state is the ledger and the membership (both pure), and which connection stands for which router or rank; all of it
+is rebuilt from those connections when the actor restarts. Ray's actor calls carry only what happens rarely: asking
+for the address, shutdown, a look at the whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from cluster.membership import Membership, MembershipError
+from kv_transfer.connection import Connection, Listener
+from rank_scheduler.config import SchedulerConfig
+from router.control_messages import (
+    Acquire,
+    ControlToRouter,
+    Members,
+    PrefillDone,
+    QueueCounts,
+    RankToControl,
+    Registered,
+    Release,
+    Resume,
+    RouterToControl,
+    ShuttingDown,
+)
+from router.ledger import Ledger
+
+logger = logging.getLogger(__name__)
+
+CONTROL_NAME = "control"
+CONTROL_NAMESPACE = "serried"
+TICK_INTERVAL_S = 1.0
+
+
+class ProtocolError(Exception):
+    """The peer is authenticated but says what makes no sense at this point."""
+
+
+@dataclass(slots=True)
+class _Router:
+    """A connected router; it takes part once it has said what it holds."""
+
+    connection: Connection
+    resumed: bool = False
+
+
+@dataclass(slots=True)
+class _Rank:
+    """A connected rank; a member once it has registered."""
+
+    connection: Connection
+    rank_id: str = ""
+    boot_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class FailedStart:
+    """A rank whose constructor raised."""
+
+    pool: str
+    reason: str
+    is_final: bool
+    """Trying again cannot help: what is wrong is the configuration or the model."""
+
+
+@dataclass(slots=True)
+class ControlEndpoint:
+    """Serves routers and ranks. Use from one event loop; `clock` gives seconds that only grow."""
+
+    scheduler: SchedulerConfig
+    secret: bytes
+    clock: Callable[[], float] = time.monotonic
+    num_malformed: int = 0
+    """Connections that were cut for a message that made no sense."""
+    membership: Membership = field(default_factory=Membership)
+    ledger: Ledger = field(init=False)
+    _listener: Listener = field(init=False)
+    _routers: dict[str, _Router] = field(default_factory=dict)
+    _ranks: dict[str, _Rank] = field(default_factory=dict)
+    """By rank id."""
+    _announced_counts: QueueCounts | None = None
+    _shutting_down: bool = False
+    _ticking: asyncio.Task[None] | None = None
+    _encoder: msgspec.msgpack.Encoder = field(default_factory=msgspec.msgpack.Encoder)
+
+    def __post_init__(self) -> None:
+        self.ledger = Ledger(self.scheduler.max_num_queued_reqs, self.scheduler.max_num_queued_tokens)
+        self._listener = Listener(self.secret, self._accept)
+
+    async def start(self, host: str) -> int:
+        """Listen on a free port of `host`; returns the port."""
+        port = await self._listener.start(host)
+        self._ticking = asyncio.create_task(self._tick_forever())
+        return port
+
+    async def stop(self) -> None:
+        """Close the endpoint and all its connections."""
+        if self._ticking is not None:
+            self._ticking.cancel()
+        await self._listener.close()
+
+    def begin_shutdown(self) -> int:
+        """Tell all routers, and each that connects from now on, to end their streams; returns how many were told."""
+        self._shutting_down = True
+        return self._broadcast(ShuttingDown())
+
+    def tick(self) -> None:
+        """Once a second: forget routers that did not come back, announce counts that have changed."""
+        for router in self.ledger.tick(self.clock()):
+            logger.warning("router %s did not come back; what it held is free", router)
+        counts = self.ledger.counts()
+        if counts != self._announced_counts:
+            self._announced_counts = counts
+            self._broadcast(counts)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError if the ledger, the membership or the connections contradict each other."""
+        self.ledger.check_integrity()
+        self.membership.check_integrity()
+        members = {record.rank_id: record.boot_id for record in self.membership.records()}
+        connected = {rank_id: rank.boot_id for rank_id, rank in self._ranks.items()}
+        assert members == connected, f"members {members}, connected ranks {connected}"
+
+    def snapshot(self) -> dict[str, Any]:
+        """What the cluster looks like from here, in plain values."""
+        return {
+            "members": [msgspec.to_builtins(record) for record in self.membership.records()],
+            "counts": msgspec.to_builtins(self.ledger.counts()),
+            "num_routers": sum(router.resumed for router in self._routers.values()),
+            "num_malformed": self.num_malformed,
+            "num_refused_connections": self._listener.num_refused,
+        }
+
+    def _accept(self, connection: Connection) -> None:
+        assert connection.peer is not None
+        match connection.peer.role:
+            case "router":
+                self._accept_router(connection, connection.peer.name)
+            case "rank":
+                self._accept_rank(connection)
+            case role:
+                self.num_malformed += 1
+                connection.abort(f"unknown role {role!r}")
+
+    # ---- routers ----
+
+    def _accept_router(self, connection: Connection, name: str) -> None:
+        router = _Router(connection)
+        previous = self._routers.get(name)
+        self._routers[name] = router
+        if previous is not None:
+            previous.connection.abort("the same router has connected again")
+        decoder = msgspec.msgpack.Decoder(RouterToControl)
+
+        def lost(_: asyncio.Future[str]) -> None:
+            if self._routers.get(name) is router:
+                del self._routers[name]
+                if router.resumed:
+                    self.ledger.router_lost(name, self.clock())
+
+        connection.closed.add_done_callback(lost)
+        connection.start(
+            lambda payload: self._guard(connection, lambda: self._from_router(name, router, decoder.decode(payload)))
+        )
+
+    def _from_router(self, name: str, router: _Router, message: RouterToControl) -> None:
+        now = self.clock()
+        match message:
+            case Resume(holdings):
+                if router.resumed:
+                    raise ProtocolError("a router resumes once per connection")
+                router.resumed = True
+                self.ledger.resume(name, holdings, now)
+                self._send(router.connection, Members(self.membership.records()))
+                self._send(router.connection, self.ledger.counts())
+                if self._shutting_down:
+                    self._send(router.connection, ShuttingDown())
+            case _ if not router.resumed:
+                raise ProtocolError(f"{type(message).__name__} before Resume")
+            case Acquire(key, num_requests, num_tokens):
+                self._send(router.connection, self.ledger.acquire(name, key, num_requests, num_tokens, now))
+            case PrefillDone(key, num_tokens):
+                self.ledger.prefill_done(name, key, num_tokens, now)
+            case Release(key):
+                self.ledger.release(name, key, now)
+
+    # ---- ranks ----
+
+    def _accept_rank(self, connection: Connection) -> None:
+        rank = _Rank(connection)
+        decoder = msgspec.msgpack.Decoder(RankToControl)
+
+        def lost(_: asyncio.Future[str]) -> None:
+            if self._ranks.get(rank.rank_id) is rank:
+                del self._ranks[rank.rank_id]
+                self.membership.lost(rank.rank_id, rank.boot_id)
+                logger.warning("rank %s is gone: %s", rank.rank_id, connection.closed.result())
+                self._announce_members()
+
+        connection.closed.add_done_callback(lost)
+        connection.start(
+            lambda payload: self._guard(connection, lambda: self._from_rank(rank, decoder.decode(payload)))
+        )
+
+    def _from_rank(self, rank: _Rank, message: RankToControl) -> None:
+        if rank.rank_id:
+            raise ProtocolError(f"{rank.rank_id} registers a second time on one connection")
+        version = self.membership.version
+        admitted = self.membership.register(message.record, self.clock())
+        rank.rank_id, rank.boot_id = admitted.rank_id, admitted.boot_id
+        previous = self._ranks.get(admitted.rank_id)
+        self._ranks[admitted.rank_id] = rank
+        if previous is not None:
+            previous.connection.abort("the same rank has connected again")
+        self._send(rank.connection, Registered(admitted.rank_id))
+        logger.info("rank %s registered: pid %d, %s:%d", admitted.rank_id, admitted.pid, admitted.host, admitted.port)
+        if self.membership.version != version:
+            self._announce_members()
+
+    def _announce_members(self) -> None:
+        self._broadcast(Members(self.membership.records()))
+
+    # ---- connections ----
+
+    def _guard(self, connection: Connection, handle: Callable[[], None]) -> None:
+        """Run `handle`; a message that makes no sense ends its connection, and nothing else."""
+        if connection.closed.done():
+            return
+        try:
+            handle()
+        except (msgspec.DecodeError, MembershipError, ProtocolError) as error:
+            self.num_malformed += 1
+            peer = connection.peer
+            logger.warning("cut off %s %s: %s", peer.role if peer else "?", peer.name if peer else "?", error)
+            connection.abort(f"message refused: {error}")
+
+    def _send(self, connection: Connection, message: ControlToRouter | Registered) -> None:
+        connection.send(self._encoder.encode(message))
+
+    def _broadcast(self, message: ControlToRouter) -> int:
+        payload = self._encoder.encode(message)
+        routers = [router for router in self._routers.values() if router.resumed]
+        return sum(router.connection.send(payload) for router in routers)
+
+    async def _tick_forever(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_INTERVAL_S)
+            self.tick()
+
+
+class ControlActor:
+    """The endpoint as a Ray actor: named `control`, restarted by Ray if it dies, found by name."""
+
+    def __init__(self, scheduler: SchedulerConfig, secret: bytes, host: str) -> None:
+        self._endpoint = ControlEndpoint(scheduler, secret)
+        self._host = host
+        self._starting: asyncio.Task[int] | None = None
+        self._failed_starts: list[FailedStart] = []
+
+    async def address(self) -> tuple[str, int]:
+        """Where the endpoint listens, in this incarnation of the actor."""
+        if self._starting is None:
+            self._starting = asyncio.create_task(self._endpoint.start(self._host))
+        return self._host, await asyncio.shield(self._starting)
+
+    async def begin_shutdown(self) -> int:
+        """Routers end every stream with an error event and refuse what comes; returns how many were told."""
+        return self._endpoint.begin_shutdown()
+
+    async def report_failed_start(self, pool: str, reason: str, is_final: bool) -> None:
+        """A rank could not start; `is_final`: nor would another attempt."""
+        self._failed_starts.append(FailedStart(pool, reason, is_final))
+
+    async def failed_starts(self) -> list[FailedStart]:
+        """Ranks whose constructor raised, oldest first."""
+        return self._failed_starts
+
+    async def snapshot(self) -> dict[str, Any]:
+        """Members, counts and connections, in plain values."""
+        return self._endpoint.snapshot()
+
+    async def check_integrity(self) -> None:
+        """Raises AssertionError if the books are wrong."""
+        self._endpoint.check_integrity()

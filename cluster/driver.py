@@ -1,0 +1,358 @@
+"""The process that starts Ray and the cluster on it, waits, and takes both down in order.
+
+A child of the supervisor (`launcher.py`): it reads one `DriverRequest` from its standard input, whose end means that
+the supervisor is gone; SIGTERM means stop. It lives in a session of its own, so that a terminal's Ctrl-C reaches
+neither it nor what Ray starts. Run as `python -m cluster.driver`, in the environment of `environment.run_environment`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import io
+import json
+import os
+import secrets
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+from rich.console import Console
+
+from cluster.config import ClusterConfig
+from cluster.environment import LOOPBACK, num_cores
+from cluster.processes import RUN_ID_VARIABLE, kill_run
+from cluster.progress import Progress
+
+EXIT_STOPPED = 0
+EXIT_FAILED = 1
+EXIT_NO_HA_PROXY = 75
+
+RUN_FILE = "run.json"
+# For loading weights from a slow disk; what fails earlier is reported at once.
+START_TIMEOUT_S = 600.0
+# Ranks and routers are up by then; what remains is that the proxy hears of the routers.
+HTTP_TIMEOUT_S = 20.0
+POLL_INTERVAL_S = 0.2
+# Together less than the supervisor waits before it kills.
+STREAMS_TIMEOUT_S = 1.5
+SERVE_SHUTDOWN_TIMEOUT_S = 3.5
+RAY_SHUTDOWN_TIMEOUT_S = 2.0
+
+
+class DriverRequest(BaseModel):
+    """What the supervisor asks for."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    config: ClusterConfig
+    run_dir: Path
+    ha_proxy: bool
+    elapsed_s: float
+    """Seconds since the user's command, for the progress lines."""
+
+
+class StartError(Exception):
+    """The cluster did not come up; the message says why and what to do."""
+
+
+class HaProxyError(Exception):
+    """Everything is up, but nothing answers on the HTTP port."""
+
+
+class _Stopped(Exception):
+    """SIGTERM or the end of the supervisor, while starting."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    path: Path
+    name: str
+    max_model_len: int
+
+
+class Driver:
+    def __init__(self, request: DriverRequest, stop: threading.Event) -> None:
+        self._request = request
+        self._config = request.config
+        self._stop = stop
+        self._progress = Progress(
+            Console(stderr=False, highlight=False), started_at=time.monotonic() - request.elapsed_s
+        )
+        self._control: Any = None
+
+    def run(self) -> int:
+        """Start, serve until told to stop, shut down. Returns the exit status."""
+        try:
+            self._start()
+        except StartError as error:
+            self._progress.line(f"cannot start: {error}", style="red")
+            return EXIT_FAILED
+        except HaProxyError:
+            return EXIT_NO_HA_PROXY
+        except _Stopped:
+            return EXIT_STOPPED
+        self._stop.wait()
+        self._shut_down()
+        return EXIT_STOPPED
+
+    def _start(self) -> None:
+        with ThreadPoolExecutor(1, thread_name_prefix="model") as pool:
+            # Converting a model, once, takes seconds and needs nothing of Ray; a wrong path shows at once.
+            model = pool.submit(self._resolve_model)
+            wait([model], timeout=1.0)
+            if model.done():
+                model.result()
+            with self._progress.stage("Ray"):
+                self._start_ray()
+            self._check_stop()
+            with self._progress.stage("control actor and Serve"):
+                secret = secrets.token_bytes(32)
+                self._start_control(secret)
+                self._start_serve()
+            self._check_stop()
+            self._deploy(model.result(), secret)
+        with self._progress.stage(f"{self._config.num_ranks} ranks and {self._config.router.num_routers} routers"):
+            self._await_members()
+        with self._progress.stage("HTTP"):
+            self._await_http()
+        self._announce()
+
+    def _resolve_model(self) -> _Model:
+        from model_runner.embedded import resolve_model
+        from model_runner.model_config import read_model_config
+
+        settings = self._config.model
+        try:
+            with self._progress.stage("model"):
+                model_dir = resolve_model(str(settings.path) if settings.path else None, self._progress.line)
+                longest = read_model_config(model_dir).max_position_embeddings
+        except (ValueError, OSError) as error:
+            raise StartError(str(error)) from None
+        return _Model(model_dir, settings.name or model_dir.name, settings.max_model_len or longest)
+
+    def _start_ray(self) -> None:
+        import ray
+
+        ray.init(
+            address="local",
+            num_cpus=max(2, num_cores()),
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="ERROR",
+            # Nothing of size goes through Ray's object store; this is about the least it accepts.
+            object_store_memory=100 << 20,
+            _temp_dir=str(self._request.run_dir / "ray"),
+        )
+        # Ray installs a handler of its own, which would end this process without an orderly shutdown.
+        signal.signal(signal.SIGTERM, lambda *_: self._stop.set())
+
+    def _start_control(self, secret: bytes) -> None:
+        import ray
+
+        from cluster.control import CONTROL_NAME, CONTROL_NAMESPACE, ControlActor
+
+        self._control = (
+            ray.remote(ControlActor)
+            .options(
+                name=CONTROL_NAME,
+                namespace=CONTROL_NAMESPACE,
+                get_if_exists=True,
+                num_cpus=0,
+                max_restarts=-1,
+                max_concurrency=1000,
+            )
+            .remote(self._config.scheduler, secret, LOOPBACK)
+        )
+
+    def _start_serve(self) -> None:
+        import logging
+
+        from ray import serve
+
+        # Serve's own lines would come between ours; what matters in them is asked for below.
+        logging.getLogger("ray.serve").setLevel(logging.ERROR)
+        serve.start(
+            http_options={"host": self._config.router.host, "port": self._config.router.port},
+            logging_config={"enable_access_log": False},
+        )
+
+    def _deploy(self, model: _Model, secret: bytes) -> None:
+        from ray import serve
+
+        from cluster.application import APPLICATION_NAME, build
+
+        application = build(
+            self._config,
+            model_dir=model.path,
+            model_name=model.name,
+            max_model_len=model.max_model_len,
+            secret=secret,
+            num_cores=num_cores(),
+        )
+        serve.run_many(
+            [serve.RunTarget(application, name=APPLICATION_NAME, route_prefix="/")],
+            wait_for_ingress_deployment_creation=False,
+            wait_for_applications_running=False,
+        )
+
+    def _await_members(self) -> None:
+        """Wait until every rank is a member and Serve calls the application running."""
+        import ray
+        from ray import serve
+
+        from cluster.application import APPLICATION_NAME
+
+        num_seen = 0
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while True:
+            snapshot = ray.get(self._control.snapshot.remote(), timeout=30)
+            failed = ray.get(self._control.failed_starts.remote(), timeout=30)
+            for final in (failure for failure in failed if failure.is_final):
+                raise StartError(f"a rank of pool {final.pool} cannot start: {final.reason}")
+            if len(snapshot["members"]) != num_seen:
+                num_seen = len(snapshot["members"])
+                self._progress.line(f"ranks ready: {num_seen} of {self._config.num_ranks}")
+            application = serve.status().applications.get(APPLICATION_NAME)
+            state = application.status if application is not None else "NOT_STARTED"
+            if state in ("DEPLOY_FAILED", "UNHEALTHY"):
+                reasons = [f"{failure.pool}: {failure.reason}" for failure in failed[-1:]]
+                reasons += [
+                    f"{name}: {deployment.message}"
+                    for name, deployment in application.deployments.items()
+                    if deployment.message and not failed
+                ]
+                raise StartError("Serve gave up. " + "\n".join(reasons or [application.message]))
+            if state == "RUNNING" and num_seen >= self._config.num_ranks:
+                return
+            if time.monotonic() > deadline:
+                raise StartError(
+                    f"after {START_TIMEOUT_S:.0f} s {num_seen} of {self._config.num_ranks} ranks are ready and Serve "
+                    f"says {state}; look into {self._request.run_dir}/ray/session_latest/logs while this runs"
+                )
+            self._pause()
+
+    def _await_http(self) -> None:
+        """Wait for `/ready` on the port that was asked for."""
+        deadline = time.monotonic() + HTTP_TIMEOUT_S
+        while (last := self._ask_ready()) != 200:
+            if time.monotonic() > deadline:
+                if self._request.ha_proxy:
+                    raise HaProxyError
+                raise StartError(
+                    f"/ready on port {self._config.router.port} did not say ready within {HTTP_TIMEOUT_S:.0f} s "
+                    f"({'no answer' if last is None else f'status {last}'})"
+                )
+            self._pause()
+
+    def _ask_ready(self) -> int | None:
+        """Status of `GET /ready`, None without an answer."""
+        host = self._config.router.host
+        connection = http.client.HTTPConnection(
+            LOOPBACK if host == "0.0.0.0" else host, self._config.router.port, timeout=2
+        )
+        try:
+            connection.request("GET", "/ready")
+            return connection.getresponse().status
+        except (OSError, http.client.HTTPException):
+            return None
+        finally:
+            connection.close()
+
+    def _announce(self) -> None:
+        import ray
+
+        host, port = self._config.router.host, self._config.router.port
+        url = f"http://{LOOPBACK if host == '0.0.0.0' else host}:{port}"
+        members = ray.get(self._control.snapshot.remote(), timeout=30)["members"]
+        run = {
+            "url": url,
+            "run_id": os.environ[RUN_ID_VARIABLE],
+            "ray_address": ray.get_runtime_context().gcs_address,
+            "driver_pid": os.getpid(),
+            "ha_proxy": self._request.ha_proxy,
+            "ranks": {member["rank_id"]: member["pid"] for member in members},
+        }
+        # The supervisor takes the file's presence for "ready", so it appears at once and whole.
+        unfinished = self._request.run_dir / (RUN_FILE + ".new")
+        unfinished.write_text(json.dumps(run, indent=2))
+        unfinished.rename(self._request.run_dir / RUN_FILE)
+        self._progress.line(f"serving on {url}   (Ctrl-C stops)", style="bold green")
+        self._progress.line("try it:")
+        body = '{"messages": [{"role": "user", "content": "Why is the sky blue?"}], "stream": true}'
+        print(f"\n  curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'\n", flush=True)
+
+    def _shut_down(self) -> None:
+        import ray
+        from ray import serve
+
+        self._progress.line("stopping: ending streams, then Serve, then Ray")
+        with contextlib.suppress(Exception):
+            if ray.get(self._control.begin_shutdown.remote(), timeout=STREAMS_TIMEOUT_S):
+                self._await_streams()
+        # Ray tells of each actor that ends, on this process's output, as of a failure.
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            _within(SERVE_SHUTDOWN_TIMEOUT_S, serve.shutdown)
+            _within(RAY_SHUTDOWN_TIMEOUT_S, ray.shutdown)
+
+    def _await_streams(self) -> None:
+        import ray
+
+        deadline = time.monotonic() + STREAMS_TIMEOUT_S
+        while (left := deadline - time.monotonic()) > 0:
+            if ray.get(self._control.snapshot.remote(), timeout=left)["counts"]["num_requests"] == 0:
+                return
+            time.sleep(0.05)
+
+    def _pause(self) -> None:
+        self._stop.wait(POLL_INTERVAL_S)
+        self._check_stop()
+
+    def _check_stop(self) -> None:
+        if self._stop.is_set():
+            raise _Stopped
+
+
+def _within(timeout_s: float, action: Callable[[], object]) -> None:
+    """Run `action`, but do not wait for it any longer than this: what it leaves behind is killed afterwards."""
+
+    def attempt() -> None:
+        with contextlib.suppress(Exception):
+            action()
+
+    thread = threading.Thread(target=attempt, daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+
+
+def _watch_supervisor(run_dir: Path, stop: threading.Event) -> None:
+    """Blocks until the supervisor is gone; then this process has to clean up after itself."""
+    sys.stdin.buffer.read()
+    stop.set()
+    time.sleep(STREAMS_TIMEOUT_S + SERVE_SHUTDOWN_TIMEOUT_S + RAY_SHUTDOWN_TIMEOUT_S)
+    kill_run(os.environ[RUN_ID_VARIABLE], timeout_s=5.0)
+    shutil.rmtree(run_dir, ignore_errors=True)
+    os._exit(EXIT_FAILED)
+
+
+def main() -> None:
+    request = DriverRequest.model_validate_json(sys.stdin.buffer.readline())
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    threading.Thread(target=_watch_supervisor, args=(request.run_dir, stop), name="supervisor", daemon=True).start()
+    status = Driver(request, stop).run()
+    # Not sys.exit: what Ray registered to run at exit may wait for processes that are gone.
+    sys.stdout.flush()
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    main()

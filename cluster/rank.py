@@ -1,0 +1,95 @@
+"""A rank as Serve sees it: one replica that owns a model runner and the server around it.
+
+Requests do not come through Serve's handles; what Serve does is start it, ask for its health and stop it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from cluster.config import ClusterConfig
+from cluster.control import CONTROL_NAME, CONTROL_NAMESPACE
+from cluster.rank_server import RankServer
+from cluster.serve_grpc import keep_on_loopback
+
+START_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 2.0
+
+
+class Rank:
+    """Serve deployment class. The constructor returns once the rank is a member of the cluster."""
+
+    # Serve awaits the constructor.
+    async def __init__(  # type: ignore[misc]
+        self, config: ClusterConfig, pool: str, model_dir: str, num_threads: int, memory_share: float, secret: bytes
+    ) -> None:
+        keep_on_loopback()
+        self._control = ray.get_actor(CONTROL_NAME, namespace=CONTROL_NAMESPACE)
+        try:
+            # Loading blocks for seconds to minutes; Serve's own calls to this process go on meanwhile.
+            self._server = await asyncio.to_thread(
+                self._load_and_start, config, pool, Path(model_dir), num_threads, memory_share, secret
+            )
+        except Exception as error:
+            # Serve would only retry and tell nobody; whoever started the cluster wants the reason.
+            is_final = isinstance(error, ValueError | FileNotFoundError)
+            await self._control.report_failed_start.remote(pool, f"{type(error).__name__}: {error}", is_final)
+            raise
+
+    def _load_and_start(
+        self, config: ClusterConfig, pool: str, model_dir: Path, num_threads: int, memory_share: float, secret: bytes
+    ) -> RankServer:
+        # Whoever deploys this class imports this module, but only a rank needs torch.
+        from model_runner.torch_runner import TorchRunner
+
+        runner = TorchRunner(
+            model_dir,
+            scheduler=config.scheduler,
+            cache=config.cache,
+            dtype=config.model.dtype,
+            device=config.pools[pool].device,
+            num_threads=num_threads,
+            max_model_len=config.model.max_model_len,
+            memory_share=memory_share,
+        )
+        server = RankServer(
+            runner,
+            runner.load(),
+            config=config.scheduler,
+            cache=config.cache,
+            pool=pool,
+            secret=secret,
+            control_address=self._control_address,
+            advertise_host=ray.util.get_node_ip_address(),
+            node_id=ray.get_runtime_context().get_node_id(),
+            tokenizer_path=model_dir / "tokenizer.json",
+        )
+        server.start()
+        return server
+
+    async def _control_address(self) -> tuple[str, int]:
+        """Where the control actor listens now; a restarted one listens elsewhere."""
+        host, port = await self._control.address.remote()
+        return host, port
+
+    def check_health(self) -> None:
+        """Raises RuntimeError with the reason if the step loop died or makes no progress."""
+        self._server.check_health()
+
+    async def check_integrity(self) -> None:
+        """Run the scheduler's invariants between two steps; raises AssertionError. For tests and operators."""
+        await asyncio.to_thread(self._server.check_integrity)
+
+    def stats(self) -> dict[str, Any]:
+        """The rank's identity and live figures."""
+        return self._server.stats()
+
+    async def __del__(self) -> None:
+        # Serve calls and awaits this when it stops the replica, also after a constructor that failed.
+        server = self.__dict__.get("_server")
+        if server is not None:
+            await asyncio.to_thread(server.stop, STOP_TIMEOUT_S)

@@ -1,0 +1,19 @@
+from collections.abc import Iterator
+
+import pytest
+
+from tests.e2e.system import Served, ServeProcess
+
+MAX_NUM_QUEUED_REQS = 100
+
+
+@pytest.fixture(scope="session")
+def served() -> Iterator[Served]:
+    """Two ranks of the embedded model and a router; one start for the whole session."""
+    with ServeProcess("--num-ranks", "2", "--max-num-queued-reqs", str(MAX_NUM_QUEUED_REQS)) as process:
+        run = process.wait_until_ready()
+        system = Served(run["url"], run["ray_address"], MAX_NUM_QUEUED_REQS)
+        try:
+            yield system
+        finally:
+            system.close()

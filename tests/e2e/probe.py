@@ -1,0 +1,46 @@
+"""A look into the running system's actors: connects to its Ray and answers questions, one JSON line each.
+
+A process of its own, so that neither Ray's threads nor its environment reach the tests. Run as
+`python -m tests.e2e.probe RAY_ADDRESS`; questions are `members`, `ranks` and `check_integrity`.
+"""
+
+import json
+import sys
+from typing import Any
+
+import ray
+from ray import serve
+
+from cluster.application import APPLICATION_NAME, pool_deployment
+from cluster.control import CONTROL_NAME, CONTROL_NAMESPACE
+
+TIMEOUT_S = 30
+
+
+def main() -> None:
+    answers = sys.stdout
+    sys.stdout = sys.stderr
+    ray.init(address=sys.argv[1], namespace="probe", log_to_driver=False, logging_level="ERROR")
+    control = ray.get_actor(CONTROL_NAME, namespace=CONTROL_NAMESPACE)
+    ranks = serve.get_deployment_handle(pool_deployment("mixed"), APPLICATION_NAME)
+
+    def answer(question: str) -> Any:
+        match question:
+            case "members":
+                return ray.get(control.snapshot.remote(), timeout=TIMEOUT_S)["members"]
+            case "ranks":
+                return ranks.broadcast("stats").results(timeout_s=TIMEOUT_S)
+            case "check_integrity":
+                ray.get(control.check_integrity.remote(), timeout=TIMEOUT_S)
+                return ranks.broadcast("check_integrity").results(timeout_s=TIMEOUT_S)
+
+    for line in sys.stdin:
+        try:
+            reply = {"answer": answer(line.strip())}
+        except Exception as error:
+            reply = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(reply), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()
