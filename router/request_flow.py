@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import struct
 from collections.abc import Callable, Sequence
 from functools import partial
-
-import numpy as np
 
 from rank_scheduler.messages import SamplingParams
 from router.choice import Choice, Delta
@@ -95,7 +94,7 @@ class RequestFlow:
         for prompt_index, prompt in enumerate(prompts):
             link = await self._pool.pick()
             self._raise_error()
-            token_ids = np.asarray(prompt, dtype="<i4").tobytes()
+            token_ids = struct.pack(f"<{len(prompt)}i", *prompt)
             # Equal prompts of one request answer alike under a given seed, as they would if sent one by one;
             # without one, every choice is its own draw.
             base = seed if request.seed is not None else seed + prompt_index * request.num_choices
@@ -124,6 +123,8 @@ class RequestFlow:
             if choice.is_ended:
                 self._num_open -= 1
                 self._error = self._error or choice.error
+        if not deltas:
+            self._raise_error()
         return deltas
 
     def fail(self, error: ApiError) -> None:

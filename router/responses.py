@@ -6,7 +6,6 @@ Headers are sent with the first token, so that whatever fails before it is answe
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Coroutine
 
 from starlette.responses import Response
@@ -16,8 +15,6 @@ from router.choice import Delta
 from router.errors import ApiError, Cause
 from router.formats import DONE, Answer, Format, usage
 from router.request_flow import RequestFlow
-
-logger = logging.getLogger(__name__)
 
 _SSE_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -36,20 +33,19 @@ class GenerationResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         flow = self._open_flow()
-        outcome: ApiError | None = ApiError(Cause.CLIENT_GONE, "the client closed the connection")
-        work = self._stream(flow, send) if flow.request.stream else self._answer(flow, send)
+        outcome = ApiError(Cause.CLIENT_GONE, "the client closed the connection")
         try:
-            if await _until_disconnect(work, receive):
-                outcome = None
-        except ApiError as error:
-            outcome = error
-            if error.cause is Cause.RANK_ERROR:
-                logger.error("request failed: %s", error.message)
+            await _until_disconnect(
+                self._stream(flow, send) if flow.request.stream else self._answer(flow, send), receive
+            )
         except Exception as error:
             outcome = ApiError(Cause.INTERNAL_ERROR, f"internal error: {type(error).__name__}")
             raise
         finally:
             flow.close(outcome)
+
+    # Both close the flow before they send the last bytes, so that who has seen the end of one request finds its
+    # place free for the next.
 
     async def _answer(self, flow: RequestFlow, send: Send) -> None:
         try:
@@ -59,10 +55,10 @@ class GenerationResponse(Response):
                 for delta in await flow.next():
                     answers[delta.index].add(delta)
         except ApiError as error:
-            await _send_error(error, send)
-            raise
-        body = self._form.body(answers, _usage(flow))
-        await _send_body(200, body, {}, send)
+            await _refuse(flow, error, send)
+            return
+        flow.close(None)
+        await _send_body(200, self._form.body(answers, _usage(flow)), {}, send)
 
     async def _stream(self, flow: RequestFlow, send: Send) -> None:
         form, wants_logprobs = self._form, flow.request.num_logprobs is not None
@@ -70,27 +66,24 @@ class GenerationResponse(Response):
             await flow.begin()
             deltas = await flow.next()
         except ApiError as error:
-            await _send_error(error, send)
-            raise
+            await _refuse(flow, error, send)
+            return
         await send({"type": "http.response.start", "status": 200, "headers": _SSE_HEADERS})
         begun: set[int] = set()
-        failure: ApiError | None = None
         try:
-            while True:
+            while not flow.is_finished:
                 if data := self._events(deltas, begun, wants_logprobs):
                     await send({"type": "http.response.body", "body": data, "more_body": True})
-                if flow.is_finished:
-                    break
                 deltas = await flow.next()
         except ApiError as error:
-            failure = error
-        if failure is not None:
-            tail = b"data: " + failure.body() + b"\n\n"
+            flow.close(error)
+            tail = b"data: " + error.body() + b"\n\n"
         else:
-            tail = form.usage_chunk(_usage(flow)) if flow.request.include_usage else b""
+            flow.close(None)
+            tail = self._events(deltas, begun, wants_logprobs)
+            if flow.request.include_usage:
+                tail += form.usage_chunk(_usage(flow))
         await send({"type": "http.response.body", "body": tail + DONE, "more_body": False})
-        if failure is not None:
-            raise failure
 
     def _events(self, deltas: list[Delta], begun: set[int], wants_logprobs: bool) -> bytes:
         """The deltas as SSE; those that have nothing to show yet (text held back) are left out."""
@@ -109,8 +102,8 @@ def _usage(flow: RequestFlow) -> dict[str, object]:
     return usage(flow.num_prompt_tokens, flow.num_generated_tokens, flow.num_cached_tokens)
 
 
-async def _until_disconnect(work: Coroutine[None, None, None], receive: Receive) -> bool:
-    """Run `work` unless the client goes away first. True if it ran to its end; its exceptions are raised."""
+async def _until_disconnect(work: Coroutine[None, None, None], receive: Receive) -> None:
+    """Run `work`, or as much of it as there is time for until the client goes away. Its exceptions are raised."""
     loop = asyncio.get_running_loop()
     working = loop.create_task(work)
     watching = loop.create_task(_disconnected(receive))
@@ -121,10 +114,8 @@ async def _until_disconnect(work: Coroutine[None, None, None], receive: Receive)
         if not working.done():
             working.cancel()
         await asyncio.gather(working, watching, return_exceptions=True)
-    if working.cancelled():
-        return False
-    working.result()
-    return True
+    if not working.cancelled():
+        working.result()
 
 
 async def _disconnected(receive: Receive) -> None:
@@ -132,7 +123,8 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-async def _send_error(error: ApiError, send: Send) -> None:
+async def _refuse(flow: RequestFlow, error: ApiError, send: Send) -> None:
+    flow.close(error)
     await _send_body(error.status, error.body(), error.headers(), send)
 
 

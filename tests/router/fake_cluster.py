@@ -1,0 +1,334 @@
+"""Ranks and a control actor that speak the real protocols over real sockets, around a router that is the real one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import struct
+from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import uvicorn
+from openai import AsyncOpenAI
+
+from kv_transfer.connection import Connection, Listener
+from rank_scheduler.messages import (
+    Abort,
+    End,
+    FinishReason,
+    RankLoad,
+    RouterToRank,
+    StepFrame,
+    Submit,
+    TokenLogprobs,
+)
+from rank_scheduler.stop_strings import StopStringMatcher
+from router.control_messages import (
+    Acquire,
+    Members,
+    PrefillDone,
+    RankRecord,
+    Release,
+    Resume,
+    RouterToControl,
+    ShuttingDown,
+)
+from router.detokenizer import IncrementalDetokenizer
+from router.http_api import build_app
+from router.ledger import Ledger
+from router.service import RouterService, RouterSettings
+from tests.router.small_tokenizer import IM_END, byte_tokenizer, write_model_dir
+
+SECRET = b"a secret of the tests, 32 bytes."
+HOST = "127.0.0.1"
+MODEL = "small"
+TIMEOUT_S = 20.0
+
+
+def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """An async test, with a deadline."""
+
+    @functools.wraps(test)
+    def run(*args: Any, **kwargs: Any) -> None:
+        asyncio.run(asyncio.wait_for(test(*args, **kwargs), TIMEOUT_S))
+
+    return run
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    """Let the loop turn until `condition` holds."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+
+@dataclass
+class Sequence:
+    submit: Submit
+    tokens: list[int]
+    matcher: StopStringMatcher | None
+    num_sent: int = 0
+
+
+@dataclass
+class FakeRank:
+    """Answers every prompt with `reply`, one token per step; `allowance` says how many tokens may still be sent."""
+
+    index: int
+    reply: list[int]
+    allowance: float = float("inf")
+    announces_prefill: bool = True
+    submits: list[Submit] = field(default_factory=list)
+    aborts: list[int] = field(default_factory=list)
+    connections: list[Connection] = field(default_factory=list)
+    num_steps: int = 0
+
+    def __post_init__(self) -> None:
+        self.tokenizer = byte_tokenizer()
+        self.eos = self.tokenizer.token_to_id(IM_END)
+        self.listener = Listener(SECRET, self._on_connection)
+        self.live: dict[int, Sequence] = {}
+        self.fail_with: str | None = None
+        self.sends_logprobs = True
+        self._stepper: asyncio.Task[None] | None = None
+        self._moved = asyncio.Event()
+
+    async def start(self) -> RankRecord:
+        port = await self.listener.start(HOST)
+        self._stepper = asyncio.create_task(self._steps())
+        return RankRecord(f"mixed/{self.index}", "mixed", f"boot-{self.index}", HOST, port, 1, "n", 512, 8, 64, 16)
+
+    async def stop(self) -> None:
+        if self._stepper is not None:
+            self._stepper.cancel()
+        await self.listener.close()
+
+    def kill(self) -> None:
+        """As SIGKILL looks from outside: connections reset, nobody listens any more."""
+        if self._stepper is not None:
+            self._stepper.cancel()
+        if self.listener._server is not None:
+            self.listener._server.close()
+        for connection in self.connections:
+            connection.abort("killed")
+
+    def allow(self, num_tokens: float) -> None:
+        self.allowance += num_tokens
+        self._moved.set()
+
+    def prompt(self, index: int = -1) -> list[int]:
+        data = self.submits[index].token_ids
+        return list(struct.unpack(f"<{len(data) // 4}i", data))
+
+    def prompt_text(self, index: int = -1) -> str:
+        return str(self.tokenizer.decode(self.prompt(index), skip_special_tokens=False))
+
+    def load(self) -> RankLoad:
+        return RankLoad(
+            num_running=len(self.live), num_free_blocks=48, num_blocks=64, num_steps=self.num_steps, num_prompt_tokens=7
+        )
+
+    def _on_connection(self, connection: Connection) -> None:
+        self.connections.append(connection)
+        connection.start(self._on_frame)
+        connection.send(msgspec.msgpack.encode(StepFrame(self.load())))
+
+    def _on_frame(self, payload: bytes) -> None:
+        message = msgspec.msgpack.decode(payload, type=RouterToRank)
+        if isinstance(message, Abort):
+            self.aborts.append(message.id)
+            self.live.pop(message.id, None)
+            return
+        self.submits.append(message)
+        stop = message.sampling.stop
+        matcher = StopStringMatcher(stop, IncrementalDetokenizer(self.tokenizer)) if stop else None
+        self.live[message.id] = Sequence(message, list(self.reply), matcher)
+        self._moved.set()
+
+    async def _steps(self) -> None:
+        while True:
+            while not self.live or self.allowance <= 0:
+                self._moved.clear()
+                await self._moved.wait()
+            self._step()
+            await asyncio.sleep(0)
+
+    def _step(self) -> None:
+        self.num_steps += 1
+        frame = StepFrame(self.load(), [], [], {}, [], [])
+        for request_id, sequence in list(self.live.items()):
+            if self.allowance <= 0:
+                break
+            self.allowance -= 1
+            self._advance(request_id, sequence, frame)
+        self.connections[-1].send(msgspec.msgpack.encode(frame))
+
+    def _advance(self, request_id: int, sequence: Sequence, frame: StepFrame) -> None:
+        sampling = sequence.submit.sampling
+        if self.fail_with is not None:
+            self._end(End(request_id, FinishReason.ERROR, message=self.fail_with), frame)
+            return
+        if sequence.num_sent == 0 and self.announces_prefill:
+            frame.first_token_ids.append(request_id)
+        token = sequence.tokens[sequence.num_sent] if sequence.num_sent < len(sequence.tokens) else self.eos
+        sequence.num_sent += 1
+        if sampling.num_logprobs is not None:
+            top = tuple(range(sampling.num_logprobs))
+            frame.logprobs[len(frame.tokens)] = TokenLogprobs(-0.5, top, tuple(-1.0 - i for i in top))
+        frame.ids.append(request_id)
+        frame.tokens.append(token)
+        if token == self.eos and not sampling.ignore_eos:
+            self._end(End(request_id, FinishReason.STOP, num_cached_tokens=3), frame)
+        elif token in sampling.stop_token_ids:
+            self._end(End(request_id, FinishReason.STOP, token, num_cached_tokens=3), frame)
+        elif sequence.matcher is not None and (matched := sequence.matcher.push(token)) is not None:
+            self._end(End(request_id, FinishReason.STOP, matched), frame)
+        elif sequence.num_sent >= sampling.max_tokens:
+            self._end(End(request_id, FinishReason.LENGTH), frame)
+
+    def _end(self, end: End, frame: StepFrame) -> None:
+        frame.ends.append(end)
+        del self.live[end.id]
+
+
+class FakeControl:
+    """A real ledger behind the control actor's endpoint."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+        self.records: list[RankRecord] = []
+        self.num_resumes = 0
+        self.is_mute = False
+        self.port = 0
+        self._connections: list[Connection] = []
+        self._listener = Listener(SECRET, self._on_connection)
+
+    async def start(self) -> None:
+        self.port = await self._listener.start(HOST, self.port)
+
+    async def stop(self) -> None:
+        await self._listener.close()
+
+    async def address(self) -> tuple[str, int]:
+        return HOST, self.port
+
+    def tell(self, message: Members | ShuttingDown) -> None:
+        for connection in self._connections:
+            connection.send(msgspec.msgpack.encode(message))
+
+    def _on_connection(self, connection: Connection) -> None:
+        self._connections.append(connection)
+        connection.closed.add_done_callback(lambda _: self._connections.remove(connection))
+        connection.start(functools.partial(self._on_frame, connection))
+        connection.send(msgspec.msgpack.encode(Members(self.records)))
+
+    def _on_frame(self, connection: Connection, payload: bytes) -> None:
+        now = asyncio.get_running_loop().time()
+        assert connection.peer is not None
+        name = connection.peer.name
+        if self.is_mute:
+            return
+        match msgspec.msgpack.decode(payload, type=RouterToControl):
+            case Resume(holdings=holdings):
+                self.num_resumes += 1
+                self.ledger.resume(name, holdings, now)
+            case Acquire(key=key, num_requests=num_requests, num_tokens=num_tokens):
+                answer = self.ledger.acquire(name, key, num_requests, num_tokens, now)
+                connection.send(msgspec.msgpack.encode(answer))
+            case PrefillDone(key=key, num_tokens=num_tokens):
+                self.ledger.prefill_done(name, key, num_tokens, now)
+            case Release(key=key):
+                self.ledger.release(name, key, now)
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Any:
+        yield
+
+
+@dataclass
+class Cluster:
+    control: FakeControl
+    ranks: list[FakeRank]
+    service: RouterService
+    client: httpx.AsyncClient
+    port: int
+
+    @functools.cached_property
+    def openai(self) -> AsyncOpenAI:
+        return AsyncOpenAI(base_url=f"http://{HOST}:{self.port}/v1", api_key="none", max_retries=0)
+
+    @property
+    def ledger(self) -> Ledger:
+        return self.control.ledger
+
+    def is_idle(self) -> bool:
+        counts = self.ledger.counts()
+        return counts.num_requests == counts.num_tokens == 0 and self.service.pool.num_live == 0
+
+    async def chat(self, content: str = "hi", **fields: Any) -> httpx.Response:
+        body = {"model": MODEL, "messages": [{"role": "user", "content": content}], **fields}
+        return await self.client.post("/v1/chat/completions", json=body)
+
+    async def complete(self, prompt: Any = "hi", **fields: Any) -> httpx.Response:
+        return await self.client.post("/v1/completions", json={"model": MODEL, "prompt": prompt, **fields})
+
+
+@contextlib.asynccontextmanager
+async def running(
+    tmp_path: Path,
+    *,
+    reply: str | list[int] = "Hello, world!",
+    num_ranks: int = 1,
+    max_num_queued_reqs: int | None = None,
+    max_num_queued_tokens: int | None = None,
+    **settings: Any,
+) -> AsyncIterator[Cluster]:
+    """A router with its ranks, all connected. Checks at the end that nothing is held any more."""
+    tokens = byte_tokenizer().encode(reply).ids if isinstance(reply, str) else reply
+    ranks = [FakeRank(index, tokens) for index in range(num_ranks)]
+    control = FakeControl(Ledger(max_num_queued_reqs, max_num_queued_tokens))
+    control.records = [await rank.start() for rank in ranks]
+    await control.start()
+    service = RouterService(
+        RouterSettings(
+            **{
+                "model_name": MODEL,
+                "model_dir": write_model_dir(tmp_path),
+                "max_model_len": 256,
+                "expected_num_ranks": max(1, num_ranks),
+                "rank_wait_timeout_s": 0.2,
+                **settings,
+            }
+        )
+    )
+    await service.start(control.address, SECRET, "router-1")
+    server = _Server(uvicorn.Config(build_app(service), host=HOST, port=0, log_level="warning", lifespan="off"))
+    serving = asyncio.create_task(server.serve())
+    await until(lambda: server.started and service.control.is_connected and len(service.pool.links) == num_ranks)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    client = httpx.AsyncClient(base_url=f"http://{HOST}:{port}", timeout=TIMEOUT_S, verify=False)
+    cluster = Cluster(control, ranks, service, client, port)
+    try:
+        yield cluster
+        await until(cluster.is_idle)
+        service.check_integrity()
+        control.ledger.check_integrity()
+    finally:
+        await client.aclose()
+        if "openai" in cluster.__dict__:
+            await cluster.openai.close()
+        await service.stop()
+        server.should_exit = True
+        await serving
+        for rank in ranks:
+            await rank.stop()
+        await control.stop()
+        for _ in range(5):  # transports say goodbye in callbacks
+            await asyncio.sleep(0)

@@ -1,0 +1,254 @@
+"""Ranks, clients and the control actor that go away: every request ends once, and nothing stays counted."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from rank_scheduler.messages import End, FinishReason, StepFrame
+from router.control_messages import Members, ShuttingDown
+from tests.router.fake_cluster import HOST, MODEL, Cluster, FakeRank, in_loop, running, until
+
+MANY = "x" * 200
+
+
+async def open_stream(cluster: Cluster, **fields: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A request over a socket of its own, so that it can be closed at any moment."""
+    reader, writer = await asyncio.open_connection(HOST, cluster.port)
+    body = json.dumps({"model": MODEL, "prompt": "hi", "max_tokens": 100, **fields}).encode()
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+    return reader, writer
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("num_tokens", [0, 3])
+@in_loop
+async def test_a_client_that_leaves_is_aborted_on_the_rank(tmp_path: Path, stream: bool, num_tokens: int) -> None:
+    async with running(tmp_path, reply=MANY) as cluster:
+        rank = cluster.ranks[0]
+        rank.allowance = num_tokens
+        _, writer = await open_stream(cluster, stream=stream, n=2)
+        await until(lambda: len(rank.submits) == 2 and rank.allowance == 0)
+        assert cluster.ledger.counts().num_requests == 2
+        writer.close()
+        await until(lambda: sorted(rank.aborts) == [1, 2])
+        await until(cluster.is_idle)
+        assert 'serried_refused_total{cause="client_gone"} 1.0' in cluster.service.metrics.exposition().decode()
+
+
+@in_loop
+async def test_a_client_that_leaves_while_no_rank_is_there_releases_its_counts(tmp_path: Path) -> None:
+    async with running(tmp_path, num_ranks=0, rank_wait_timeout_s=20) as cluster:
+        _, writer = await open_stream(cluster)
+        await until(lambda: cluster.ledger.counts().num_tokens == 2)
+        writer.close()
+        await until(cluster.is_idle)
+
+
+@in_loop
+async def test_a_rank_killed_in_a_stream_ends_it_with_an_error_event(tmp_path: Path) -> None:
+    async with running(tmp_path, reply=MANY, num_ranks=2) as cluster:
+        for rank in cluster.ranks:
+            rank.allowance = 3
+        async with cluster.client.stream(
+            "POST", "/v1/completions", json={"model": MODEL, "prompt": "hi", "max_tokens": 100, "stream": True}
+        ) as response:
+            lines = response.aiter_lines()
+            text = ""
+            while text != "xxx":
+                line = await anext(lines)
+                text += json.loads(line[6:])["choices"][0]["text"] if line else ""
+            victim = next(rank for rank in cluster.ranks if rank.submits)
+            victim.kill()
+            rest = [line async for line in lines if line]
+        assert json.loads(rest[0][6:])["error"]["code"] == "rank_lost"
+        assert f"mixed/{victim.index}" in rest[0]
+        assert rest[1:] == ["data: [DONE]"]
+        for rank in cluster.ranks:
+            rank.allow(float("inf"))
+        answers = [await cluster.complete() for _ in range(4)]
+        assert [answer.status_code for answer in answers] == [200] * 4
+
+
+@in_loop
+async def test_a_rank_killed_in_a_whole_answer_gives_an_error_body(tmp_path: Path) -> None:
+    async with running(tmp_path, reply=MANY) as cluster:
+        cluster.ranks[0].allowance = 3
+        waiting = asyncio.create_task(cluster.complete(max_tokens=100))
+        await until(lambda: cluster.ranks[0].allowance == 0)
+        cluster.ranks[0].kill()
+        answer = await waiting
+        assert (answer.status_code, answer.json()["error"]["code"]) == (502, "rank_lost")
+        assert "retry-after" in answer.headers
+        none_left = await cluster.complete()
+        assert (none_left.status_code, none_left.json()["error"]["code"]) == (503, "no_rank_available")
+        assert "retry-after" in none_left.headers
+
+
+@in_loop
+async def test_a_silent_rank_counts_as_lost(tmp_path: Path) -> None:
+    async with running(tmp_path, rank_silence_timeout_s=0.3) as cluster:
+        cluster.ranks[0].allowance = 0
+        answer = await cluster.complete()
+        assert (answer.status_code, answer.json()["error"]["code"]) == (502, "rank_lost")
+        assert "nothing heard" in answer.json()["error"]["message"]
+
+
+@in_loop
+async def test_a_rank_that_comes_back_is_another_one(tmp_path: Path) -> None:
+    async with running(tmp_path, rank_wait_timeout_s=5) as cluster:
+        cluster.ranks[0].kill()
+        await until(lambda: not cluster.service.pool.links)
+        waiting = asyncio.create_task(cluster.complete())
+        await until(lambda: cluster.ledger.counts().num_requests == 1)
+        replacement = FakeRank(0, cluster.ranks[0].reply)
+        record = await replacement.start()
+        cluster.ranks.append(replacement)
+        cluster.control.tell(Members([msgspec.structs.replace(record, boot_id="another")]))
+        assert (await waiting).status_code == 200
+        assert len(replacement.submits) == 1
+
+
+@in_loop
+async def test_a_rank_that_is_no_member_finishes_its_work_and_gets_none(tmp_path: Path) -> None:
+    async with running(tmp_path) as cluster:
+        rank = cluster.ranks[0]
+        rank.allowance = 0
+        waiting = asyncio.create_task(cluster.complete())
+        await until(lambda: len(rank.submits) == 1)
+        cluster.control.tell(Members([]))
+        await until(lambda: not cluster.service.pool.links)
+        assert (await cluster.complete()).json()["error"]["code"] == "no_rank_available"
+        rank.allow(float("inf"))
+        assert (await waiting).json()["choices"][0]["text"] == "Hello, world!"
+        await until(lambda: all(connection.closed.done() for connection in rank.connections))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@in_loop
+async def test_a_rank_that_refuses_gives_a_status(tmp_path: Path, stream: bool) -> None:
+    async with running(tmp_path) as cluster:
+        cluster.ranks[0].fail_with = "the pool has too few blocks"
+        answer = await cluster.complete(stream=stream)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (500, "rank_error")
+        assert "too few blocks" in answer.json()["error"]["message"]
+
+
+@in_loop
+async def test_words_about_unknown_requests_are_ignored(tmp_path: Path) -> None:
+    async with running(tmp_path) as cluster:
+        rank = cluster.ranks[0]
+        nonsense = StepFrame(
+            rank.load(), ids=[77, 78], tokens=[1, 2], ends=[End(77, FinishReason.STOP)], first_token_ids=[99]
+        )
+        rank.connections[0].send(msgspec.msgpack.encode(nonsense))
+        assert (await cluster.complete()).status_code == 200
+        assert cluster.service.pool.links[0].num_ignored == 3
+
+
+@pytest.mark.parametrize("garbage", [b"\xc1", msgspec.msgpack.encode({"type": "step", "load": [], "ids": [1]})])
+@in_loop
+async def test_garbage_from_a_rank_costs_only_its_connection(tmp_path: Path, garbage: bytes) -> None:
+    async with running(tmp_path, rank_wait_timeout_s=5) as cluster:
+        rank = cluster.ranks[0]
+        rank.connections[0].send(garbage)
+        await until(rank.connections[0].closed.done)
+        assert (await cluster.complete()).status_code == 200
+        assert len(rank.connections) == 2
+
+
+@in_loop
+async def test_prefill_counts_end_with_the_first_token_if_not_announced(tmp_path: Path) -> None:
+    async with running(tmp_path, reply=MANY) as cluster:
+        rank = cluster.ranks[0]
+        rank.announces_prefill, rank.allowance = False, 1
+        waiting = asyncio.create_task(cluster.complete("abc", max_tokens=5))
+        await until(lambda: rank.allowance == 0 and cluster.ledger.counts().num_tokens == 0)
+        assert cluster.ledger.counts().num_requests == 1
+        rank.allow(10)
+        assert (await waiting).status_code == 200
+
+
+@in_loop
+async def test_a_restarted_control_actor_learns_the_counts(tmp_path: Path) -> None:
+    async with running(tmp_path, reply=MANY) as cluster:
+        rank, control = cluster.ranks[0], cluster.control
+        rank.allowance = 0
+        first = asyncio.create_task(cluster.complete("abc", max_tokens=2))
+        gone = asyncio.create_task(cluster.complete("abcde", max_tokens=2))
+        await until(lambda: len(rank.submits) == 2)
+        await control.stop()
+        await until(lambda: not cluster.service.control.is_connected)
+        gone.cancel()  # released while nobody hears it
+        await until(lambda: len(rank.live) == 1)
+        control.ledger = type(control.ledger)(None, None)
+        await control.start()
+        await until(lambda: control.num_resumes == 2)
+        counts = control.ledger.counts()
+        assert (counts.num_requests, counts.num_tokens) == (1, 3)
+        rank.allow(float("inf"))
+        assert (await first).status_code == 200
+
+
+@in_loop
+async def test_an_acquire_waits_for_the_control_actor_to_come_back(tmp_path: Path) -> None:
+    async with running(tmp_path, acquire_timeout_s=5) as cluster:
+        await cluster.control.stop()
+        await until(lambda: not cluster.service.control.is_connected)
+        waiting = asyncio.create_task(cluster.complete())
+        await until(lambda: len(cluster.service._flows) == 1)
+        await cluster.control.start()
+        assert (await waiting).status_code == 200
+
+
+@in_loop
+async def test_a_mute_control_actor_is_given_up(tmp_path: Path) -> None:
+    async with running(tmp_path, acquire_timeout_s=0.1) as cluster:
+        cluster.control.is_mute = True
+        refused = await cluster.complete()
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "admission_unavailable")
+        assert "retry-after" in refused.headers
+        cluster.control.is_mute = False
+        await until(lambda: cluster.control.num_resumes == 2)
+        assert (await cluster.complete()).status_code == 200
+
+
+@in_loop
+async def test_shutting_down_ends_streams_and_refuses_what_comes(tmp_path: Path) -> None:
+    async with running(tmp_path, reply=MANY) as cluster:
+        rank = cluster.ranks[0]
+        rank.allowance = 2
+        stream = asyncio.create_task(cluster.complete(stream=True, max_tokens=50))
+        await until(lambda: rank.allowance == 0)
+        whole = asyncio.create_task(cluster.complete(max_tokens=50))
+        await until(lambda: len(rank.submits) == 2)
+        cluster.control.tell(ShuttingDown())
+        events = [line for line in (await stream).text.splitlines() if line]
+        assert json.loads(events[-2][6:])["error"]["code"] == "shutting_down"
+        assert events[-1] == "data: [DONE]"
+        assert (await whole).json()["error"]["code"] == "shutting_down"
+        refused = await cluster.complete()
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
+        assert "retry-after" in refused.headers
+        assert (await cluster.client.get("/ready")).status_code == 503
+        assert (await cluster.client.get("/health")).status_code == 200
+        await until(lambda: sorted(rank.aborts) == [1, 2])
+
+
+@in_loop
+async def test_a_burst_is_spread_evenly_over_two_ranks(tmp_path: Path) -> None:
+    async with running(tmp_path, num_ranks=2, reply="ok") as cluster:
+        for rank in cluster.ranks:
+            rank.allowance = 0
+        burst = [asyncio.create_task(cluster.complete("x" * (1 + i * 37 % 200), max_tokens=3)) for i in range(60)]
+        await until(lambda: sum(len(rank.submits) for rank in cluster.ranks) == 60)
+        shares = [sum(len(rank.prompt(i)) for i in range(len(rank.submits))) for rank in cluster.ranks]
+        assert min(shares) >= 0.4 * sum(shares)
+        for rank in cluster.ranks:
+            rank.allow(float("inf"))
+        assert {answer.status_code for answer in await asyncio.gather(*burst)} == {200}
