@@ -39,7 +39,6 @@ logger = logging.getLogger(__name__)
 
 CONTROL_NAME = "control"
 CONTROL_NAMESPACE = "serried"
-TICK_INTERVAL_S = 1.0
 
 
 class ProtocolError(Exception):
@@ -80,6 +79,7 @@ class ControlEndpoint:
     scheduler: SchedulerConfig
     secret: bytes
     clock: Callable[[], float] = time.monotonic
+    tick_interval_s: float = 1.0
     num_malformed: int = 0
     """Connections that were cut for a message that made no sense."""
     membership: Membership = field(default_factory=Membership)
@@ -88,13 +88,14 @@ class ControlEndpoint:
     _routers: dict[str, _Router] = field(default_factory=dict)
     _ranks: dict[str, _Rank] = field(default_factory=dict)
     """By rank id."""
-    _announced_counts: QueueCounts | None = None
+    _announced_counts: QueueCounts = field(init=False)
     _shutting_down: bool = False
     _ticking: asyncio.Task[None] | None = None
     _encoder: msgspec.msgpack.Encoder = field(default_factory=msgspec.msgpack.Encoder)
 
     def __post_init__(self) -> None:
         self.ledger = Ledger(self.scheduler.max_num_queued_reqs, self.scheduler.max_num_queued_tokens)
+        self._announced_counts = self.ledger.counts()
         self._listener = Listener(self.secret, self._accept)
 
     async def start(self, host: str) -> int:
@@ -115,7 +116,7 @@ class ControlEndpoint:
         return self._broadcast(ShuttingDown())
 
     def tick(self) -> None:
-        """Once a second: forget routers that did not come back, announce counts that have changed."""
+        """Every `tick_interval_s`: forget routers that did not come back, announce counts that have changed."""
         for router in self.ledger.tick(self.clock()):
             logger.warning("router %s did not come back; what it held is free", router)
         counts = self.ledger.counts()
@@ -254,7 +255,7 @@ class ControlEndpoint:
 
     async def _tick_forever(self) -> None:
         while True:
-            await asyncio.sleep(TICK_INTERVAL_S)
+            await asyncio.sleep(self.tick_interval_s)
             self.tick()
 
 

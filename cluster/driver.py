@@ -13,6 +13,7 @@ import io
 import json
 import os
 import secrets
+import shlex
 import shutil
 import signal
 import sys
@@ -119,12 +120,13 @@ class Driver:
                 self._start_control(secret)
                 self._start_serve()
             self._check_stop()
-            self._deploy(model.result(), secret)
+            served = model.result()
+            self._deploy(served, secret)
         with self._progress.stage(f"{self._config.num_ranks} ranks and {self._config.router.num_routers} routers"):
             self._await_members()
         with self._progress.stage("HTTP"):
             self._await_http()
-        self._announce()
+        self._announce(served.name)
 
     def _resolve_model(self) -> _Model:
         from model_runner.embedded import resolve_model
@@ -267,7 +269,7 @@ class Driver:
         finally:
             connection.close()
 
-    def _announce(self) -> None:
+    def _announce(self, model_name: str) -> None:
         import ray
 
         host, port = self._config.router.host, self._config.router.port
@@ -275,6 +277,7 @@ class Driver:
         members = ray.get(self._control.snapshot.remote(), timeout=30)["members"]
         run = {
             "url": url,
+            "model": model_name,
             "run_id": os.environ[RUN_ID_VARIABLE],
             "ray_address": ray.get_runtime_context().gcs_address,
             "driver_pid": os.getpid(),
@@ -287,8 +290,9 @@ class Driver:
         unfinished.rename(self._request.run_dir / RUN_FILE)
         self._progress.line(f"serving on {url}   (Ctrl-C stops)", style="bold green")
         self._progress.line("try it:")
-        body = '{"messages": [{"role": "user", "content": "Why is the sky blue?"}], "stream": true}'
-        print(f"\n  curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'\n", flush=True)
+        message = {"role": "user", "content": "Why is the sky blue?"}
+        body = shlex.quote(json.dumps({"model": model_name, "stream": True, "messages": [message]}))
+        print(f"\n  curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' -d {body}\n", flush=True)
 
     def _shut_down(self) -> None:
         import ray

@@ -11,8 +11,7 @@ MAX_NUM_QUEUED_REQS = 100
 def served() -> Iterator[Served]:
     """Two ranks of the embedded model and a router; one start for the whole session."""
     with ServeProcess("--num-ranks", "2", "--max-num-queued-reqs", str(MAX_NUM_QUEUED_REQS)) as process:
-        run = process.wait_until_ready()
-        system = Served(run["url"], run["ray_address"], MAX_NUM_QUEUED_REQS)
+        system = Served(process.wait_until_ready(), MAX_NUM_QUEUED_REQS)
         try:
             yield system
         finally:

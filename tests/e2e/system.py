@@ -91,12 +91,13 @@ class ServeProcess:
 class Served:
     """The running system, shared by all end-to-end tests of a session."""
 
-    def __init__(self, base_url: str, ray_address: str, max_num_queued_reqs: int) -> None:
-        self.base_url = base_url
+    def __init__(self, run: dict[str, Any], max_num_queued_reqs: int) -> None:
+        """`run` is what `run.json` holds."""
+        self.base_url: str = run["url"]
+        self.model: str = run["model"]
         self.max_num_queued_reqs = max_num_queued_reqs
-        self.model: str = httpx.get(f"{base_url}/v1/models", timeout=10).json()["data"][0]["id"]
         self._probe = subprocess.Popen(
-            [sys.executable, "-m", "tests.e2e.probe", ray_address],
+            [sys.executable, "-m", "tests.e2e.probe", run["ray_address"]],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
