@@ -11,6 +11,8 @@ from rank_scheduler.messages import End, FinishReason, SamplingParams, TokenLogp
 from router.detokenizer import IncrementalDetokenizer, StopText
 from router.errors import ApiError, Cause
 
+_UNKNOWN_LOGPROBS = TokenLogprobs(float("-inf"))
+
 
 @dataclass(slots=True)
 class Delta:
@@ -80,7 +82,7 @@ class Choice:
         self._tokens.append(token_id)
         self.num_generated_tokens += 1
         if self._wants_logprobs:
-            self._logprobs.append(logprobs if logprobs is not None else TokenLogprobs(0.0))
+            self._logprobs.append(logprobs or _UNKNOWN_LOGPROBS)
         if not self.is_prefilled:
             self.prefill_done()
         if not self.is_dirty:

@@ -10,10 +10,11 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SkipValidation, ValidationError
 
 from router.errors import ApiError, invalid
 
+MAX_NUM_MESSAGES = 4_096
 MAX_NUM_CHOICES = 128
 MAX_NUM_PROMPTS = 128
 MAX_NUM_STOP_STRINGS = 16
@@ -114,7 +115,8 @@ def _prompts(value: Any) -> Any:
 
 
 def _is_token_ids(value: Any) -> bool:
-    return isinstance(value, list) and all(type(item) is int for item in value)
+    # A list may have millions of ids, so no loop in Python.
+    return isinstance(value, list) and set(map(type, value)) <= {int}
 
 
 class _Strict(BaseModel):
@@ -188,7 +190,7 @@ class GenerateRequest(_Strict):
 
 
 class ChatCompletionRequest(GenerateRequest):
-    messages: list[Message] = Field(min_length=1)
+    messages: list[Message] = Field(min_length=1, max_length=MAX_NUM_MESSAGES)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_NUM_LOGPROBS)
@@ -219,7 +221,7 @@ class ChatCompletionRequest(GenerateRequest):
 
 
 class CompletionRequest(GenerateRequest):
-    prompt: Annotated[list[str | list[int]], BeforeValidator(_prompts)]
+    prompt: Annotated[list[str | list[int]], SkipValidation, BeforeValidator(_prompts)]
     logprobs: int | None = Field(default=None, ge=0, le=MAX_NUM_LOGPROBS)
 
     @property
@@ -232,7 +234,7 @@ class TokenizeRequest(_Strict):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = Field(default=None, min_length=1)
+    messages: list[Message] | None = Field(default=None, min_length=1, max_length=MAX_NUM_MESSAGES)
     add_special_tokens: bool | None = None
     """Default: true for `prompt`, false for `messages` (whose template has them)."""
     add_generation_prompt: bool = True

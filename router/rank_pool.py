@@ -156,7 +156,7 @@ class RankPool:
             del self._keepers[boot_id]
         if not keeper.cancelled() and (error := keeper.exception()) is not None:
             logger.error("the connection to rank %s is no longer kept", boot_id, exc_info=error)
-        if boot_id in self._members:  # it came back while its keeper was ending
+        elif boot_id in self._members:  # it came back while its keeper was ending
             self.reconcile(list(self._members.values()))
 
     def _close_if_no_member(self, link: RankLink) -> None:

@@ -89,6 +89,8 @@ class RequestFlow:
         prompts = await self._tokenize()
         self.num_prompt_tokens = sum(map(len, prompts))
         max_tokens = [self._max_tokens(prompt) for prompt in prompts]
+        for prompt in prompts:
+            self._check_vocabulary(prompt, "prompt")
         await self._control.acquire(self._key, 0, self.num_prompt_tokens * request.num_choices)
         seed = request.seed if request.seed is not None else int.from_bytes(os.urandom(8), "little")
         for prompt_index, prompt in enumerate(prompts):
@@ -188,8 +190,6 @@ class RequestFlow:
             for prompt in request.prompt:
                 if isinstance(prompt, str):
                     prompt = await self._tokenizer.encode(prompt, add_special_tokens=True)
-                else:
-                    self._check_vocabulary(prompt, "prompt")
                 prompts.append(prompt)
         self._raise_error()
         return prompts

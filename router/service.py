@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 from pathlib import Path
 
@@ -18,6 +20,8 @@ from router.request_flow import RequestFlow
 from router.tokenizer import ChatTokenizer
 
 logger = logging.getLogger(__name__)
+
+DRAIN_TIMEOUT_S = 2.0
 
 
 class RouterSettings(BaseModel):
@@ -51,6 +55,7 @@ class RouterService:
         self._control: ControlLink | None = None
         self._pool: RankPool | None = None
         self._flows: set[RequestFlow] = set()
+        self._is_drained = asyncio.Event()
 
     @property
     def control(self) -> ControlLink:
@@ -97,7 +102,7 @@ class RouterService:
             pool=self.pool,
             metrics=self.metrics,
             max_model_len=self.settings.max_model_len,
-            on_close=self._flows.discard,
+            on_close=self._on_flow_closed,
         )
         self._flows.add(flow)
         return flow
@@ -113,8 +118,13 @@ class RouterService:
             self._control.refuse_pending(_shutting_down())
 
     async def stop(self) -> None:
-        """Shut down and close all connections. Idempotent."""
+        """Shut down, give requests a moment to say so to their clients, close all connections. Idempotent."""
         self.shut_down()
+        if self._flows:
+            # Their releases and aborts are to go out before the connections close.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(DRAIN_TIMEOUT_S):
+                    await self._is_drained.wait()
         if self._control is not None:
             await self._control.close()
         if self._pool is not None:
@@ -141,6 +151,11 @@ class RouterService:
         if not self._flows:
             assert self.control.num_holdings == 0, f"{self.control.num_holdings} keys are held by no request"
             assert self.pool.num_live == 0, f"{self.pool.num_live} sequences belong to no request"
+
+    def _on_flow_closed(self, flow: RequestFlow) -> None:
+        self._flows.discard(flow)
+        if self.is_shutting_down and not self._flows:
+            self._is_drained.set()
 
     def _rank_figures(self) -> list[tuple[RankRecord, RankLoad]]:
         return [] if self._pool is None else [(link.record, link.load) for link in self._pool.links]

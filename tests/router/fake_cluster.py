@@ -47,7 +47,7 @@ from tests.router.small_tokenizer import IM_END, byte_tokenizer, write_model_dir
 SECRET = b"a secret of the tests, 32 bytes."
 HOST = "127.0.0.1"
 MODEL = "small"
-TIMEOUT_S = 20.0
+TIMEOUT_S = 40.0
 
 
 def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
@@ -60,7 +60,7 @@ def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., Non
     return run
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
     """Let the loop turn until `condition` holds."""
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.router.fake_cluster import HOST, MODEL, Cluster, in_loop, running, until
+from tests.router.fake_cluster import HOST, MODEL, TIMEOUT_S, Cluster, in_loop, running, until
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 
@@ -29,12 +30,23 @@ def check_error(response: httpx.Response, status: int, code: str, *words: str) -
     return error
 
 
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[asyncio.Runner, Cluster]]:
+    """One router for the many cases, on a loop that turns only while a case runs."""
+    with asyncio.Runner() as runner:
+        context = running(tmp_path_factory.mktemp("model"))
+        cluster = runner.run(context.__aenter__())
+        yield runner, cluster
+        runner.run(context.__aexit__(None, None, None))
+
+
 async def goes_on(cluster: Cluster) -> None:
     assert (await cluster.chat()).status_code == 200
 
 
 CHAT_CASES: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
     "no messages": ({"messages": None}, "messages", ("list",)),
+    "too many messages": ({"messages": MESSAGES * 5000}, "messages", ("at most 4096",)),
     "empty messages": ({"messages": []}, "messages", ("at least 1",)),
     "messages of a wrong type": ({"messages": "hi"}, "messages", ("list", "'hi'")),
     "unknown role": ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role", ("'robot'", "'user'")),
@@ -91,15 +103,19 @@ CHAT_CASES: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("case", CHAT_CASES)
-@in_loop
-async def test_bad_chat_requests(tmp_path: Path, case: str) -> None:
+def test_bad_chat_requests(shared: tuple[asyncio.Runner, Cluster], case: str) -> None:
+    runner, cluster = shared
     fields, param, words = CHAT_CASES[case]
     body = {"model": MODEL, "messages": MESSAGES, **fields}
-    async with running(tmp_path) as cluster:
+
+    async def run() -> None:
+        num_submits = len(cluster.ranks[0].submits)
         response = await cluster.client.post("/v1/chat/completions", content=json.dumps(body))
         assert check_error(response, 400, "invalid_request", *words)["param"] == param
-        assert cluster.ranks[0].submits == []
+        assert len(cluster.ranks[0].submits) == num_submits
         await goes_on(cluster)
+
+    runner.run(asyncio.wait_for(run(), TIMEOUT_S))
 
 
 COMPLETION_CASES: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
@@ -121,13 +137,16 @@ COMPLETION_CASES: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("case", COMPLETION_CASES)
-@in_loop
-async def test_bad_completion_requests(tmp_path: Path, case: str) -> None:
+def test_bad_completion_requests(shared: tuple[asyncio.Runner, Cluster], case: str) -> None:
+    runner, cluster = shared
     fields, param, words = COMPLETION_CASES[case]
-    async with running(tmp_path) as cluster:
+
+    async def run() -> None:
         response = await cluster.client.post("/v1/completions", json={"model": MODEL, "prompt": "hi", **fields})
         assert check_error(response, 400, "invalid_request", *words)["param"] == param
         await goes_on(cluster)
+
+    runner.run(asyncio.wait_for(run(), TIMEOUT_S))
 
 
 BODIES: dict[str, tuple[bytes, tuple[str, ...]]] = {
@@ -146,13 +165,16 @@ BODIES: dict[str, tuple[bytes, tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("case", BODIES)
-@in_loop
-async def test_bad_bodies(tmp_path: Path, case: str) -> None:
+def test_bad_bodies(shared: tuple[asyncio.Runner, Cluster], case: str) -> None:
+    runner, cluster = shared
     body, words = BODIES[case]
-    async with running(tmp_path) as cluster:
+
+    async def run() -> None:
         for path in ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"):
             check_error(await cluster.client.post(path, content=body), 400, "invalid_request", *words)
         await goes_on(cluster)
+
+    runner.run(asyncio.wait_for(run(), TIMEOUT_S))
 
 
 @in_loop

@@ -3,7 +3,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
@@ -11,6 +11,7 @@ from rank_scheduler.stop_strings import StopStringMatcher
 from router.detokenizer import IncrementalDetokenizer, StopText
 from tests.router.small_tokenizer import byte_tokenizer
 
+CERTAIN = settings(deadline=None, derandomize=True)
 TOKENIZER = byte_tokenizer()
 VOCAB_SIZE = TOKENIZER.get_vocab_size()
 TEXT_IDS = st.text("é日😀a\N{COMBINING ACUTE ACCENT}", min_size=1, max_size=4).map(lambda t: TOKENIZER.encode(t).ids)
@@ -23,6 +24,7 @@ TOKEN_IDS = st.lists(
 
 
 @pytest.mark.parametrize("skip", [True, False])
+@CERTAIN
 @given(token_ids=TOKEN_IDS, seed=st.integers(0, 1000))
 def test_any_split_gives_the_whole_text(skip: bool, token_ids: list[int], seed: int) -> None:
     rng = random.Random(seed)
@@ -49,6 +51,7 @@ def byte_fallback_tokenizer() -> Tokenizer:
 FALLBACK = byte_fallback_tokenizer()
 
 
+@CERTAIN
 @given(
     parts=st.lists(
         st.sampled_from(["▁Hello", "▁world", "s", "日"]).map(lambda w: [FALLBACK.token_to_id(w)])
@@ -83,6 +86,7 @@ def test_half_a_character_is_held_back_and_flushed() -> None:
 STOPS = st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3)
 
 
+@CERTAIN
 @given(stops=STOPS, text=st.text("abé", max_size=30))
 def test_router_and_rank_find_the_same_stop(stops: list[str], text: str) -> None:
     matcher = StopStringMatcher(stops, IncrementalDetokenizer(TOKENIZER))
@@ -105,6 +109,7 @@ def test_router_and_rank_find_the_same_stop(stops: list[str], text: str) -> None
         assert not any(stop in text for stop in stops)
 
 
+@CERTAIN
 @given(stops=STOPS, text=st.text("ab", max_size=20))
 def test_nothing_is_held_back_longer_than_needed(stops: list[str], text: str) -> None:
     stop_text = StopText(stops)

@@ -252,3 +252,17 @@ async def test_a_burst_is_spread_evenly_over_two_ranks(tmp_path: Path) -> None:
         for rank in cluster.ranks:
             rank.allow(float("inf"))
         assert {answer.status_code for answer in await asyncio.gather(*burst)} == {200}
+
+
+@in_loop
+async def test_stop_ends_requests_before_it_closes_connections(tmp_path: Path) -> None:
+    async with running(tmp_path, reply=MANY) as cluster:
+        rank = cluster.ranks[0]
+        rank.allowance = 2
+        stream = asyncio.create_task(cluster.complete(stream=True, max_tokens=50))
+        await until(lambda: rank.allowance == 0)
+        await cluster.service.stop()
+        assert "shutting_down" in (await stream).text
+        await until(lambda: rank.aborts == [1])
+        await until(lambda: cluster.ledger.counts().num_requests == 0)
+        await cluster.service.stop()
