@@ -1,8 +1,9 @@
 """A request's way in and out: OpenAI-compatible HTTP, admission, placement, dispatch to ranks, streams.
 
-Owns: the HTTP surface (`http_api`), validation (`protocol`), text and tokens (`tokenizer`, `detokenizer`), the
-router's side of the queue counts (`control_link`; the counts themselves are `ledger`, which the control actor
-runs), one connection per rank (`rank_pool`, `rank_link`) and the life of each request (`request_flow`).
+Owns: the HTTP surface (`http_api`, around it `http_edge`) and `/metrics` (`metrics`), validation (`protocol`),
+text and tokens (`tokenizer`, `detokenizer`), the router's side of the queue counts (`control_link`; the counts
+themselves are `ledger`, which the control actor runs), one connection per rank (`rank_pool`, `rank_link`) and the
+life of each request (`request_flow`). `service` puts these together.
 
 Concurrency: one event loop. The only thread is one worker in which long prompts are encoded, so that a large
 prompt does not hold up other requests' tokens. Frames from ranks are handled in callbacks; a request's own task
@@ -11,7 +12,8 @@ is woken at most once per turn of the loop, whatever number of tokens has come, 
 A request: `http_api` parses it (`protocol`) → `request_flow` counts its sequences (`control_link.acquire`),
 tokenizes, counts its prompt tokens, lets `rank_pool` pick a rank (`placement`), submits one sequence per choice
 → frames fill the choices (`choice`), which turn tokens into text (`detokenizer`) → `responses` writes SSE or one
-body. Whatever ends it, its `finally` aborts what still runs on the rank and releases its counts, once.
+body, as `formats` encodes them. Whatever ends it, its `finally` aborts what still runs on the rank and releases
+its counts, once.
 
 `ledger` and `placement` are pure: events and `now` in, decisions out.
 """

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
@@ -226,5 +227,5 @@ def _refusal(refused: Refused) -> ApiError:
     if refused.requested > refused.limit:
         message += f"; alone it exceeds the limit, so ask for no more than {refused.limit} {noun} at once"
     else:
-        message += f"; try again in {refused.retry_after_s:.0f} s"
+        message += f"; try again in {math.ceil(refused.retry_after_s)} s"
     return ApiError(cause, message, retry_after_s=refused.retry_after_s)
