@@ -282,13 +282,9 @@ class ControlActor:
         """A rank could not start; `is_final`: nor would another attempt."""
         self._failed_starts.append(FailedStart(pool, reason, is_final))
 
-    async def failed_starts(self) -> list[FailedStart]:
-        """Ranks whose constructor raised, oldest first."""
-        return self._failed_starts
-
     async def snapshot(self) -> dict[str, Any]:
-        """Members, counts and connections, in plain values."""
-        return self._endpoint.snapshot()
+        """Members, counts and connections, in plain values; and the failed starts, oldest first."""
+        return {**self._endpoint.snapshot(), "failed_starts": self._failed_starts}
 
     async def check_integrity(self) -> None:
         """Raises AssertionError if the books are wrong."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import importlib
 import io
 import json
 import os
@@ -20,7 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from pydantic import BaseModel, ConfigDict
 from rich.console import Console
 
 from cluster.config import ClusterConfig
+from cluster.control import FailedStart
 from cluster.environment import LOOPBACK, num_cores
 from cluster.processes import RUN_ID_VARIABLE, kill_run
 from cluster.progress import Progress
@@ -42,7 +44,8 @@ RUN_FILE = "run.json"
 START_TIMEOUT_S = 600.0
 # Ranks and routers are up by then; what remains is that the proxy hears of the routers.
 HTTP_TIMEOUT_S = 20.0
-POLL_INTERVAL_S = 0.2
+POLL_INTERVAL_S = 0.3
+CALL_TIMEOUT_S = 30.0
 # Together less than the supervisor waits before it kills.
 STREAMS_TIMEOUT_S = 1.5
 SERVE_SHUTDOWN_TIMEOUT_S = 3.5
@@ -66,7 +69,7 @@ class StartError(Exception):
 
 
 class HaProxyError(Exception):
-    """Everything is up, but nothing answers on the HTTP port."""
+    """HAProxy was asked for and does not start, or does not answer on the HTTP port."""
 
 
 class _Stopped(Exception):
@@ -97,7 +100,8 @@ class Driver:
         except StartError as error:
             self._progress.line(f"cannot start: {error}", style="red")
             return EXIT_FAILED
-        except HaProxyError:
+        except HaProxyError as error:
+            self._progress.line(f"HAProxy: {error}", style="yellow")
             return EXIT_NO_HA_PROXY
         except _Stopped:
             return EXIT_STOPPED
@@ -106,40 +110,45 @@ class Driver:
         return EXIT_STOPPED
 
     def _start(self) -> None:
-        with ThreadPoolExecutor(1, thread_name_prefix="model") as pool:
+        with ThreadPoolExecutor(2, thread_name_prefix="start") as pool:
             # Converting a model, once, takes seconds and needs nothing of Ray; a wrong path shows at once.
             model = pool.submit(self._resolve_model)
             wait([model], timeout=1.0)
             if model.done():
                 model.result()
+            # Ray's start is mostly waiting for its processes: time enough to import what comes next.
+            pool.submit(importlib.import_module, "cluster.application")
             with self._progress.stage("Ray"):
                 self._start_ray()
             self._check_stop()
+            secret = secrets.token_bytes(32)
             with self._progress.stage("control actor and Serve"):
-                secret = secrets.token_bytes(32)
                 self._start_control(secret)
-                self._start_serve()
-            self._check_stop()
+                serving = pool.submit(self._start_serve)
+                self._await_controller(serving)
             served = model.result()
-            self._deploy(served, secret)
-        with self._progress.stage(f"{self._config.num_ranks} ranks and {self._config.router.num_routers} routers"):
-            self._await_members()
+            with self._progress.stage(f"{self._config.num_ranks} ranks and {self._config.router.num_routers} routers"):
+                self._deploy(served, secret)
+                self._await_members(serving)
         with self._progress.stage("HTTP"):
             self._await_http()
         self._announce(served.name)
 
     def _resolve_model(self) -> _Model:
-        from model_runner.embedded import resolve_model
+        from model_runner.embedded import EMBEDDED_NAME, resolve_model
         from model_runner.model_config import read_model_config
 
         settings = self._config.model
+        path = settings.path
+        file_name = path.stem if path is not None and path.suffix == ".gguf" else path and path.resolve().name
+        name = settings.name or file_name or EMBEDDED_NAME
         try:
             with self._progress.stage("model"):
-                model_dir = resolve_model(str(settings.path) if settings.path else None, self._progress.line)
+                model_dir = resolve_model(str(path) if path is not None else None, self._progress.line)
                 longest = read_model_config(model_dir).max_position_embeddings
         except (ValueError, OSError) as error:
             raise StartError(str(error)) from None
-        return _Model(model_dir, settings.name or model_dir.name, settings.max_model_len or longest)
+        return _Model(model_dir, name, settings.max_model_len or longest)
 
     def _start_ray(self) -> None:
         import ray
@@ -181,11 +190,26 @@ class Driver:
         from ray import serve
 
         # Serve's own lines would come between ours; what matters in them is asked for below.
-        logging.getLogger("ray.serve").setLevel(logging.ERROR)
-        serve.start(
-            http_options={"host": self._config.router.host, "port": self._config.router.port},
-            logging_config={"enable_access_log": False},
-        )
+        logging.getLogger("ray.serve").setLevel(logging.CRITICAL)
+        try:
+            serve.start(
+                http_options={"host": self._config.router.host, "port": self._config.router.port},
+                logging_config={"enable_access_log": False},
+            )
+        except Exception as error:
+            # Serve's controller does start; what fails, in whatever way, is the proxy.
+            if self._request.ha_proxy:
+                raise HaProxyError(_last_line(error)) from error
+            raise StartError(f"Serve's proxy does not start: {_last_line(error)}") from error
+
+    def _await_controller(self, serving: Future[None]) -> None:
+        """Wait until Serve's controller answers. `serving`, its start, goes on until the proxies are up as well."""
+        from ray import serve
+
+        while not serving.done() and not serve.status().proxies:
+            self._pause()
+        if serving.done():
+            serving.result()
 
     def _deploy(self, model: _Model, secret: bytes) -> None:
         from ray import serve
@@ -206,41 +230,47 @@ class Driver:
             wait_for_applications_running=False,
         )
 
-    def _await_members(self) -> None:
-        """Wait until every rank is a member and Serve calls the application running."""
+    def _await_members(self, serving: Future[None]) -> None:
+        """Wait until every rank is a member, Serve calls the application running, and its start is over."""
         import ray
+
+        num_ready = 0
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while True:
+            snapshot = ray.get(self._control.snapshot.remote(), timeout=CALL_TIMEOUT_S)
+            failed: list[FailedStart] = snapshot["failed_starts"]
+            for final in (failure for failure in failed if failure.is_final):
+                raise StartError(f"a rank of pool {final.pool} cannot start: {final.reason}")
+            if len(snapshot["members"]) != num_ready:
+                num_ready = len(snapshot["members"])
+                self._progress.line(f"ranks ready: {num_ready} of {self._config.num_ranks}")
+            state = self._application_state(failed)
+            if serving.done():
+                serving.result()
+                if state == "RUNNING" and num_ready >= self._config.num_ranks:
+                    return
+            if time.monotonic() > deadline:
+                raise StartError(
+                    f"after {START_TIMEOUT_S:.0f} s {num_ready} of {self._config.num_ranks} ranks are ready and Serve "
+                    f"says {state}"
+                )
+            self._pause()
+
+    def _application_state(self, failed: list[FailedStart]) -> str:
+        """Serve's word for the application. Raises StartError, with the best reason there is, if it gave up."""
         from ray import serve
 
         from cluster.application import APPLICATION_NAME
 
-        num_seen = 0
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while True:
-            snapshot = ray.get(self._control.snapshot.remote(), timeout=30)
-            failed = ray.get(self._control.failed_starts.remote(), timeout=30)
-            for final in (failure for failure in failed if failure.is_final):
-                raise StartError(f"a rank of pool {final.pool} cannot start: {final.reason}")
-            if len(snapshot["members"]) != num_seen:
-                num_seen = len(snapshot["members"])
-                self._progress.line(f"ranks ready: {num_seen} of {self._config.num_ranks}")
-            application = serve.status().applications.get(APPLICATION_NAME)
-            state = application.status if application is not None else "NOT_STARTED"
-            if state in ("DEPLOY_FAILED", "UNHEALTHY"):
-                reasons = [f"{failure.pool}: {failure.reason}" for failure in failed[-1:]]
-                reasons += [
-                    f"{name}: {deployment.message}"
-                    for name, deployment in application.deployments.items()
-                    if deployment.message and not failed
-                ]
-                raise StartError("Serve gave up. " + "\n".join(reasons or [application.message]))
-            if state == "RUNNING" and num_seen >= self._config.num_ranks:
-                return
-            if time.monotonic() > deadline:
-                raise StartError(
-                    f"after {START_TIMEOUT_S:.0f} s {num_seen} of {self._config.num_ranks} ranks are ready and Serve "
-                    f"says {state}; look into {self._request.run_dir}/ray/session_latest/logs while this runs"
-                )
-            self._pause()
+        application = serve.status().applications.get(APPLICATION_NAME)
+        if application is None:
+            return "NOT_STARTED"
+        if application.status not in ("DEPLOY_FAILED", "UNHEALTHY"):
+            return str(application.status.value)
+        if failed:
+            raise StartError(f"ranks of pool {failed[-1].pool} failed {len(failed)} times: {failed[-1].reason}")
+        messages = [f"{name}: {found.message}" for name, found in application.deployments.items() if found.message]
+        raise StartError("Serve gave up. " + "\n".join(messages or [application.message]))
 
     def _await_http(self) -> None:
         """Wait for `/ready` on the port that was asked for."""
@@ -248,7 +278,7 @@ class Driver:
         while (last := self._ask_ready()) != 200:
             if time.monotonic() > deadline:
                 if self._request.ha_proxy:
-                    raise HaProxyError
+                    raise HaProxyError(f"no answer to /ready within {HTTP_TIMEOUT_S:.0f} s")
                 raise StartError(
                     f"/ready on port {self._config.router.port} did not say ready within {HTTP_TIMEOUT_S:.0f} s "
                     f"({'no answer' if last is None else f'status {last}'})"
@@ -274,7 +304,7 @@ class Driver:
 
         host, port = self._config.router.host, self._config.router.port
         url = f"http://{LOOPBACK if host == '0.0.0.0' else host}:{port}"
-        members = ray.get(self._control.snapshot.remote(), timeout=30)["members"]
+        members = ray.get(self._control.snapshot.remote(), timeout=CALL_TIMEOUT_S)["members"]
         run = {
             "url": url,
             "model": model_name,
@@ -325,6 +355,11 @@ class Driver:
             raise _Stopped
 
 
+def _last_line(error: Exception) -> str:
+    """Ray's errors carry the traceback of the other process; its last line says what happened."""
+    return str(error).strip().rpartition("\n")[2]
+
+
 def _within(timeout_s: float, action: Callable[[], object]) -> None:
     """Run `action`, but do not wait for it any longer than this: what it leaves behind is killed afterwards."""
 
@@ -337,22 +372,31 @@ def _within(timeout_s: float, action: Callable[[], object]) -> None:
     thread.join(timeout_s)
 
 
-def _watch_supervisor(run_dir: Path, stop: threading.Event) -> None:
-    """Blocks until the supervisor is gone; then this process has to clean up after itself."""
+def _watch_supervisor(run_dir: Path, stop: threading.Event, orphaned: threading.Event) -> None:
+    """Blocks until the supervisor is gone; then this process has to clean up after itself, on time."""
     sys.stdin.buffer.read()
+    orphaned.set()
     stop.set()
     time.sleep(STREAMS_TIMEOUT_S + SERVE_SHUTDOWN_TIMEOUT_S + RAY_SHUTDOWN_TIMEOUT_S)
+    _clean_up(run_dir)
+    os._exit(EXIT_FAILED)
+
+
+def _clean_up(run_dir: Path) -> None:
     kill_run(os.environ[RUN_ID_VARIABLE], timeout_s=5.0)
     shutil.rmtree(run_dir, ignore_errors=True)
-    os._exit(EXIT_FAILED)
 
 
 def main() -> None:
     request = DriverRequest.model_validate_json(sys.stdin.buffer.readline())
-    stop = threading.Event()
+    stop, orphaned = threading.Event(), threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
-    threading.Thread(target=_watch_supervisor, args=(request.run_dir, stop), name="supervisor", daemon=True).start()
+    threading.Thread(
+        target=_watch_supervisor, args=(request.run_dir, stop, orphaned), name="supervisor", daemon=True
+    ).start()
     status = Driver(request, stop).run()
+    if orphaned.is_set():
+        _clean_up(request.run_dir)
     # Not sys.exit: what Ray registered to run at exit may wait for processes that are gone.
     sys.stdout.flush()
     os._exit(status)
