@@ -17,7 +17,7 @@ from model_runner.batch import Int64Array, PersistentBatch, StepRows
 from model_runner.kv_pool import KvPool
 from rank_scheduler.plan import BoolArray, Int32Array
 
-MAX_GROUP_POSITIONS = 2048
+MAX_GROUP_POSITIONS = 2560
 """Padded positions that one group of single-token rows reads at once: what is gathered stays in the cache."""
 MAX_GROUP_STRETCH = 1.25
 """Longest over shortest context within a group: bounds what is read only as padding."""
@@ -58,6 +58,8 @@ class AttentionPlan:
     """Index into `KvPool.slots` per layer, shape [num_layers, tokens, 2]: where each token's K and V go."""
     groups: list[_Group]
     chunks: list[_Chunk]
+    gathered: torch.Tensor
+    """Room for the pages of the largest group or chunk; reused by all, so that it stays in the processor's cache."""
 
 
 def plan_attention(rows: StepRows, batch: PersistentBatch, pool: KvPool, dtype: torch.dtype) -> AttentionPlan:
@@ -94,7 +96,9 @@ def plan_attention(rows: StepRows, batch: PersistentBatch, pool: KvPool, dtype: 
             mask = _additive(hidden, dtype, device)
         chunks.append(_Chunk(first, first + num_tokens, page_index(table), length, mask))
         first += num_tokens
-    return AttentionPlan(writes, groups, chunks)
+    parts: list[_Group | _Chunk] = [*groups, *chunks]
+    num_pages = max((part.pages.shape[1] for part in parts), default=0)
+    return AttentionPlan(writes, groups, chunks, pool.pages.new_empty(num_pages, pool.pages.shape[1]))
 
 
 def paged_attention(
@@ -110,13 +114,13 @@ def paged_attention(
     num_kv_heads, head_dim = pool.num_kv_heads, pool.head_dim
     for group in plan.groups:
         rows = group.last - group.first
-        pages = pool.pages.index_select(0, group.pages[layer]).view(2, rows, -1, num_kv_heads, head_dim)
+        pages = _gather(group, layer, plan, pool).view(2, rows, -1, num_kv_heads, head_dim)
         keys, values = pages[:, :, : group.context_len].transpose(2, 3)
         out[group.first : group.last] = F.scaled_dot_product_attention(
             query[group.first : group.last], keys, values, attn_mask=group.mask
         )
     for chunk in plan.chunks:
-        pages = pool.pages.index_select(0, chunk.pages[layer]).view(2, -1, num_kv_heads, head_dim)
+        pages = _gather(chunk, layer, plan, pool).view(2, -1, num_kv_heads, head_dim)
         keys, values = (
             part.transpose(0, 1)[:, None].expand(-1, query.shape[2], -1, -1) for part in pages[:, : chunk.context_len]
         )
@@ -128,6 +132,11 @@ def paged_attention(
             is_causal=chunk.mask is None,
         )
         out[chunk.first : chunk.last] = attended.permute(2, 0, 1, 3)
+
+
+def _gather(part: _Group | _Chunk, layer: int, plan: AttentionPlan, pool: KvPool) -> torch.Tensor:
+    pages = part.pages[layer]
+    return torch.index_select(pool.pages, 0, pages, out=plan.gathered[: len(pages)])
 
 
 def _cut_groups(lengths: Int64Array) -> list[tuple[int, int]]:

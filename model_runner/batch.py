@@ -61,16 +61,13 @@ class PersistentBatch:
         """-1: none asked."""
 
     def free(self, slots: list[int]) -> None:
+        # A slot may be free already: the step that should have filled it may have failed before.
         for slot in slots:
-            if not self.num_tokens[slot]:
-                raise RuntimeError(f"the plan frees slot {slot}, which is free already")
             self.num_tokens[slot] = self.num_computed[slot] = self.num_blocks[slot] = 0
 
     def install(self, sequence: NewSequence) -> Int32Array:
-        """Put a sequence into its free slot; returns the blocks that hold nothing computed yet."""
+        """Put a sequence into its slot; returns the blocks that hold nothing computed yet."""
         slot, n, blocks = sequence.slot, len(sequence.token_ids), len(sequence.block_ids)
-        if self.num_tokens[slot]:
-            raise RuntimeError(f"the plan installs a sequence into slot {slot}, which is occupied")
         if not 0 <= sequence.num_computed_tokens < n <= self.max_model_len:
             raise RuntimeError(
                 f"the plan installs {n} tokens, {sequence.num_computed_tokens} of them computed, into slot {slot}; "

@@ -11,24 +11,23 @@ import torch.nn.functional as F
 
 from model_runner.attention import AttentionPlan, paged_attention
 from model_runner.kv_pool import KvPool
+from model_runner.linear import Linear
 from model_runner.model_config import ModelConfig
 from model_runner.weights import Shape
 
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """Weights as [out, in]; q, k and v are one matrix, gate and up another."""
+    """q, k and v are one matrix, gate and up another."""
 
     input_norm: torch.Tensor
-    qkv: torch.Tensor
-    qkv_bias: torch.Tensor | None
+    qkv: Linear
     qk_norm: torch.Tensor | None
     """Per head, shape [num_attention_heads + num_key_value_heads, head_dim]."""
-    out: torch.Tensor
-    out_bias: torch.Tensor | None
+    out: Linear
     post_norm: torch.Tensor
-    gate_up: torch.Tensor
-    down: torch.Tensor
+    gate_up: Linear
+    down: Linear
 
 
 def expected_tensors(config: ModelConfig) -> dict[str, Shape]:
@@ -73,8 +72,8 @@ class LlamaModel:
         self._device = device
         self._embedding = tensors.pop("model.embed_tokens.weight").to(device)
         self._norm = tensors.pop("model.norm.weight").to(device)
-        head = None if config.tie_word_embeddings else tensors.pop("lm_head.weight").to(device)
-        self._head = self._embedding if head is None else head
+        head = self._embedding if config.tie_word_embeddings else tensors.pop("lm_head.weight")
+        self._head = Linear(head, None, device)
         self._layers = [self._take_layer(index, tensors) for index in range(config.num_hidden_layers)]
         self._rotation = _rotation_table(config, max_model_len).to(device=device, dtype=self._embedding.dtype)
 
@@ -83,25 +82,25 @@ class LlamaModel:
 
         def take(*names: str) -> torch.Tensor:
             parts = [tensors.pop(f"model.layers.{index}.{name}") for name in names]
-            return (parts[0] if len(parts) == 1 else torch.cat(parts)).to(self._device)
+            return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+        def linear(*names: str, bias: bool = False) -> Linear:
+            weight = take(*(f"{name}.weight" for name in names))
+            return Linear(weight, take(*(f"{name}.bias" for name in names)) if bias else None, self._device)
 
         qk_norm = None
         if config.qk_norm:
-            q_norm, k_norm = take("self_attn.q_norm.weight"), take("self_attn.k_norm.weight")
-            q_norms = q_norm.expand(config.num_attention_heads, -1)
-            qk_norm = torch.cat((q_norms, k_norm.expand(config.num_key_value_heads, -1)))
+            q_norms = take("self_attn.q_norm.weight").expand(config.num_attention_heads, -1)
+            k_norms = take("self_attn.k_norm.weight").expand(config.num_key_value_heads, -1)
+            qk_norm = torch.cat((q_norms, k_norms)).to(self._device)
         return _Layer(
-            input_norm=take("input_layernorm.weight"),
-            qkv=take("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
-            qkv_bias=take("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias")
-            if config.qkv_bias
-            else None,
+            input_norm=take("input_layernorm.weight").to(self._device),
+            qkv=linear("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", bias=config.qkv_bias),
             qk_norm=qk_norm,
-            out=take("self_attn.o_proj.weight"),
-            out_bias=take("self_attn.o_proj.bias") if config.o_bias else None,
-            post_norm=take("post_attention_layernorm.weight"),
-            gate_up=take("mlp.gate_proj.weight", "mlp.up_proj.weight"),
-            down=take("mlp.down_proj.weight"),
+            out=linear("self_attn.o_proj", bias=config.o_bias),
+            post_norm=take("post_attention_layernorm.weight").to(self._device),
+            gate_up=linear("mlp.gate_proj", "mlp.up_proj"),
+            down=linear("mlp.down_proj"),
         )
 
     def forward(
@@ -127,7 +126,7 @@ class LlamaModel:
         hidden = F.embedding(token_ids, self._embedding)
         attended = hidden.new_empty(num_tokens, config.num_key_value_heads, config.num_query_groups, head_dim)
         for index, layer in enumerate(self._layers):
-            qkv = F.linear(F.rms_norm(hidden, hidden_shape, layer.input_norm, eps), layer.qkv, layer.qkv_bias)
+            qkv = layer.qkv(F.rms_norm(hidden, hidden_shape, layer.input_norm, eps))
             qk = qkv[:, : num_rotated * head_dim].view(num_tokens, num_rotated, head_dim)
             if layer.qk_norm is not None:
                 qk.copy_(F.rms_norm(qk, (head_dim,), None, eps) * layer.qk_norm)
@@ -136,14 +135,11 @@ class LlamaModel:
             qk.mul_(cos).addcmul_(swapped, sin)
             query, kv = qkv[:, :q_size].view(attended.shape), qkv[:, q_size:].view(num_tokens, 2, -1)
             paged_attention(query, kv, index, plan, pool, attended)
-            hidden = torch.addmm(hidden, attended.view(num_tokens, q_size), layer.out.t())
-            if layer.out_bias is not None:
-                hidden += layer.out_bias
-            gate_up = F.linear(F.rms_norm(hidden, hidden_shape, layer.post_norm, eps), layer.gate_up)
-            activated = F.silu(gate_up[:, :inner]).mul_(gate_up[:, inner:])
-            hidden = torch.addmm(hidden, activated, layer.down.t())
+            hidden += layer.out(attended.view(num_tokens, q_size))
+            gate_up = layer.gate_up(F.rms_norm(hidden, hidden_shape, layer.post_norm, eps))
+            hidden += layer.down(F.silu(gate_up[:, :inner]).mul_(gate_up[:, inner:]))
         last = F.rms_norm(hidden[logit_tokens], hidden_shape, self._norm, eps)
-        return F.linear(last, self._head).float()
+        return self._head(last).float()
 
 
 def _rotation_table(config: ModelConfig, max_model_len: int) -> torch.Tensor:

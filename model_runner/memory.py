@@ -45,7 +45,7 @@ def plan_memory(
     block_bytes = (
         2 * config.num_hidden_layers * cache.block_size * config.num_key_value_heads * config.head_dim
     ) * dtype_size_bytes
-    weights_bytes = config.num_parameters * dtype_size_bytes
+    weights_bytes = config.num_held_parameters * dtype_size_bytes
     workspace_bytes = _workspace_size_bytes(config, scheduler, max_model_len, dtype_size_bytes)
     share_bytes = int(available_bytes * memory_share)
     # One sequence of the full length, and the null block.

@@ -47,11 +47,11 @@ class ModelConfig:
         return self.num_attention_heads // self.num_key_value_heads
 
     @property
-    def num_parameters(self) -> int:
+    def num_held_parameters(self) -> int:
+        """Weights in memory; embedding and head count both, even if tied: the head is packed for its kernel."""
         q, kv = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
         layer = self.hidden_size * (q + 2 * kv) + q * self.hidden_size + 3 * self.hidden_size * self.intermediate_size
-        heads = 1 if self.tie_word_embeddings else 2
-        return self.num_hidden_layers * layer + heads * self.vocab_size * self.hidden_size
+        return self.num_hidden_layers * layer + 2 * self.vocab_size * self.hidden_size
 
 
 @dataclass(frozen=True, slots=True)

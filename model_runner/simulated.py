@@ -109,11 +109,11 @@ class SimulatedRunner:
         table = self._batch.block_table[slot, : -(-end // self._block_size)]
         kv = self._kv[table].reshape(-1)
         tokens = self._batch.token_ids[slot, start:end].tolist()
-        total = int(kv[:start].sum(dtype=np.uint64))
+        total = int((kv[:start] * (2 * np.arange(start, dtype=np.uint64) + np.uint64(1))).sum(dtype=np.uint64))
         for position, token in enumerate(tokens, start):
             value = _position_kv(total, position, token)
             kv[position] = value
-            total = (total + value) & _MASK
+            total = _added(total, position, value)
         written = np.arange(start, end)
         self._kv[table[written // self._block_size], written % self._block_size] = kv[start:end]
         return _mix(total)
@@ -124,14 +124,19 @@ def expected_tokens(prompt: Sequence[int], num_tokens: int, vocab_size: int = DE
     total, position = 0, 0
     generated: list[int] = []
     for token in prompt:
-        total = (total + _position_kv(total, position, token)) & _MASK
+        total = _added(total, position, _position_kv(total, position, token))
         position += 1
     while len(generated) < num_tokens:
         token = _mix(total) % vocab_size
         generated.append(token)
-        total = (total + _position_kv(total, position, token)) & _MASK
+        total = _added(total, position, _position_kv(total, position, token))
         position += 1
     return generated
+
+
+def _added(total: int, position: int, value: int) -> int:
+    """Weighted by position, so that blocks in another order give another sum."""
+    return (total + value * (2 * position + 1)) & _MASK
 
 
 def _position_kv(total_before: int, position: int, token: int) -> int:
