@@ -1,8 +1,10 @@
 """Logits → tokens, for all rows of a step at once.
 
 A row's token is a function of its logits, its parameters and (seed, position) alone: randomness is a hash of the
-latter two, and the distribution is inverted in the order of token ids. So a request goes on with the same tokens on
-another rank, and whatever else is in the batch. Filters apply as in vLLM: temperature, then min-p, then top-k
+latter two. So a request goes on with the same tokens on another rank, and whatever else is in the batch. That must
+survive logits that differ in their last bits, so tokens are drawn with the Gumbel-max trick: it flips only if two
+noisy scores are equal up to those bits, where inverting the cumulated distribution flips at the edge of every one of
+its thousands of unlikely tokens. Filters apply as in vLLM: temperature, then min-p, then top-k
 (all tokens as likely as the k-th stay), then top-p (the last token that reaches the mass stays).
 """
 
@@ -13,12 +15,16 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 
 from rank_scheduler.messages import TokenLogprobs
 from rank_scheduler.plan import Int32Array
 
 NUM_CANDIDATES = 512
 """Most likely tokens that are sorted for the filters; rows that keep more of them sort the whole vocabulary."""
+
+GROUP_SIZE = 256
+"""Tokens are drawn in two stages, a group of ids and a token of it, so that a row needs few random numbers."""
 
 NON_FINITE = "the model's logits are not finite (overflow, or damaged weights): if it persists, set dtype to float32"
 
@@ -63,10 +69,11 @@ def sample(logits: torch.Tensor, rows: SamplingRows) -> Sampled:
     return Sampled(tokens, {int(row): entry for row, entry in zip(asked, logprobs, strict=True)}, failed)
 
 
-def uniforms(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """Numbers in [0, 1), one per (seed, position): SplitMix64 finalizers, over the seed and then over the position."""
-    mixed = _mix(_mix(seeds + _GOLDEN) + _GOLDEN * (positions.astype(np.uint64) + np.uint64(1)))
-    return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
+def uniforms(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.float64]:
+    """Numbers in (0, 1), shape [rows, count]: SplitMix64 finalizers over seed, then position, then index."""
+    keys = _mix(_mix(seeds + _GOLDEN) + _GOLDEN * (positions.astype(np.uint64) + np.uint64(1)))
+    mixed = _mix(keys[:, None] + _GOLDEN * np.arange(1, count + 1, dtype=np.uint64))
+    return ((mixed >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
 
 
 def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
@@ -78,7 +85,9 @@ def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 def _sample_random(logits: torch.Tensor, rows: SamplingRows, which: npt.NDArray[np.intp]) -> Int32Array:
     """Tokens of the rows `which`, whose temperature is above 0; `logits` has these rows only."""
     device = logits.device
-    draws = torch.from_numpy(uniforms(rows.seeds[which], rows.positions[which])).to(device)
+    num_groups = -(-logits.shape[1] // GROUP_SIZE)
+    noise = -np.log(-np.log(uniforms(rows.seeds[which], rows.positions[which], num_groups + GROUP_SIZE)))
+    gumbel = torch.from_numpy(noise).to(device)
     temperature = torch.from_numpy(rows.temperature[which]).to(device)
     scaled = (logits - logits.amax(dim=-1, keepdim=True)) / temperature[:, None]
     tokens = np.empty(len(which), np.int32)
@@ -86,13 +95,13 @@ def _sample_random(logits: torch.Tensor, rows: SamplingRows, which: npt.NDArray[
 
     plain = np.flatnonzero(~filtered)
     if len(plain):
-        tokens[plain] = _invert(_take(scaled, plain), _take(draws, plain)).cpu().numpy()
+        tokens[plain] = _draw(_take(scaled, plain), _take(gumbel, plain)).cpu().numpy()
     pending = np.flatnonzero(filtered)
     for num_candidates in (min(NUM_CANDIDATES, logits.shape[1]), logits.shape[1]):
         if not len(pending):
             break
         chosen, exact = _sample_filtered(
-            _take(scaled, pending), _take(draws, pending), rows, which[pending], num_candidates
+            _take(scaled, pending), _take(gumbel, pending), rows, which[pending], num_candidates
         )
         tokens[pending[exact]] = chosen[exact]
         pending = pending[~exact]
@@ -101,7 +110,7 @@ def _sample_random(logits: torch.Tensor, rows: SamplingRows, which: npt.NDArray[
 
 def _sample_filtered(
     scaled: torch.Tensor,
-    draws: torch.Tensor,
+    gumbel: torch.Tensor,
     rows: SamplingRows,
     which: npt.NDArray[np.intp],
     num_candidates: int,
@@ -131,18 +140,24 @@ def _sample_filtered(
     # A kept token as unlikely as the last candidate may have equals, or successors, that are no candidates.
     exact = everything | ~(kept & (values == values[:, -1:])).any(dim=-1)
 
-    ids, by_id = ids.sort(dim=-1)
-    chosen = _invert(torch.where(kept, values, float("-inf")).gather(1, by_id), draws)
-    return ids.gather(1, chosen[:, None])[:, 0].cpu().numpy().astype(np.int32), exact.cpu().numpy()
+    nothing = torch.full_like(scaled, float("-inf"))
+    chosen = _draw(nothing.scatter(1, ids, torch.where(kept, values, float("-inf"))), gumbel)
+    return chosen.cpu().numpy().astype(np.int32), exact.cpu().numpy()
 
 
-def _invert(scaled: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
-    """Index per row at which the cumulated probability passes the draw; `scaled` has unnormalized log weights."""
-    cumulated = scaled.exp().cumsum(dim=-1, dtype=torch.float64)
-    total = cumulated[:, -1:]
-    # Below the total, or a draw next to 1 could round up to it and find no index.
-    target = torch.minimum(draws[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cumulated, target, right=True)[:, 0]
+def _draw(scaled: torch.Tensor, gumbel: torch.Tensor) -> torch.Tensor:
+    """A token id per row, with probabilities in proportion to exp(scaled); -inf is never drawn.
+
+    `gumbel`, shape [rows, groups + GROUP_SIZE], has the standard Gumbel noise of both stages. The largest of
+    log weight + noise is distributed like the weights, for the groups' sums as for the tokens within one.
+    """
+    rows, vocab_size = scaled.shape
+    num_groups = gumbel.shape[1] - GROUP_SIZE
+    padded = F.pad(scaled, (0, num_groups * GROUP_SIZE - vocab_size), value=float("-inf"))
+    groups = padded.view(rows, num_groups, GROUP_SIZE)
+    group = (groups.logsumexp(dim=-1) + gumbel[:, :num_groups]).argmax(dim=-1)
+    members = groups[torch.arange(rows, device=scaled.device), group]
+    return group * GROUP_SIZE + (members + gumbel[:, num_groups:]).argmax(dim=-1)
 
 
 def _logprobs(logits: torch.Tensor, tokens: Int32Array, num_logprobs: npt.NDArray[np.int64]) -> list[TokenLogprobs]:
