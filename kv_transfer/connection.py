@@ -2,7 +2,7 @@
 
 One `Connection` per socket, used from its own event loop only. Frames arrive through a callback (no task per
 frame); `closed` resolves once, whatever ended the connection. A peer that does not read is cut off when
-`max_send_buffer_bytes` of unsent data have piled up, so that nobody's memory or step loop waits for it.
+MAX_SEND_BUFFER_BYTES of unsent data have piled up, so that nobody's memory or step loop waits for it.
 """
 
 from __future__ import annotations
@@ -16,24 +16,30 @@ from typing import Any, cast
 from kv_transfer.wire import NONCE_BYTES, ClientHandshake, FrameBuffer, Hello, ServerHandshake, WireError, frame
 
 HANDSHAKE_TIMEOUT_S = 5.0
+# How long a peer may take to read what is queued for it when its connection is closed.
+CLOSE_TIMEOUT_S = 1.0
 MAX_SEND_BUFFER_BYTES = 64 << 20
-# Before a peer has proved itself it may send no more than a handshake needs.
-_MAX_HANDSHAKE_FRAME_BYTES = 4096
+# What each side reads until the other has proved itself.
+_NUM_SERVER_FRAMES = 2
+_NUM_CLIENT_FRAMES = 1
 
 
 class Connection(asyncio.Protocol):
-    """One framed connection. Set `on_frame` before yielding to the event loop after the handshake."""
+    """One framed connection. Frames wait until `start`."""
 
-    def __init__(self, on_open: Callable[[Connection], None] | None = None) -> None:
-        self.on_frame: Callable[[bytes], None] | None = None
-        self._on_open = on_open
+    def __init__(self, num_handshake_frames: int, on_open: Callable[[Connection], None] | None = None) -> None:
         self.closed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        """Resolves with the reason. Shield it when awaiting it in a task that may be cancelled."""
         self.peer: Hello | None = None
+        self._on_open = on_open
+        self._on_frame: Callable[[bytes], None] | None = None
         self._transport: asyncio.Transport | None = None
-        self._frames = FrameBuffer(_MAX_HANDSHAKE_FRAME_BYTES)
-        self._early: list[bytes] = []
+        self._frames = FrameBuffer(num_handshake_frames)
+        self._undelivered: list[bytes] = []
         self._arrived = asyncio.Event()
-        self._reason = "closed by peer"
+        self._reason: str | None = None
+        """Why this end has closed the connection; None as long as it has not."""
+        self._close_timer: asyncio.TimerHandle | None = None
 
     def send(self, payload: bytes) -> bool:
         """Queue one frame. False if the connection is closed; never blocks, never raises for a dead peer."""
@@ -47,15 +53,16 @@ class Connection(asyncio.Protocol):
         return True
 
     def close(self, reason: str = "closed") -> None:
-        """Send what is queued, then close."""
+        """Send what is queued, then close. A peer that does not read it within CLOSE_TIMEOUT_S loses it."""
         if self._transport is not None and not self._transport.is_closing():
-            self._reason = reason
+            self._reason = self._reason or reason
             self._transport.close()
+            self._close_timer = asyncio.get_running_loop().call_later(CLOSE_TIMEOUT_S, self._transport.abort)
 
     def abort(self, reason: str) -> None:
         """Close at once, dropping what is queued."""
         if self._transport is not None:
-            self._reason = reason
+            self._reason = self._reason or reason
             self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -74,36 +81,39 @@ class Connection(asyncio.Protocol):
         except WireError as error:
             self.abort(str(error))
             return
-        for payload in payloads:
-            if self.on_frame is None:
-                self._early.append(payload)
-            else:
-                self.on_frame(payload)
+        self._undelivered += payloads
+        self._deliver()
         self._arrived.set()
 
     def connection_lost(self, error: Exception | None) -> None:
+        if self._close_timer is not None:
+            self._close_timer.cancel()
         if not self.closed.done():
-            self.closed.set_result(f"{self._reason}: {error}" if error else self._reason)
+            reason = self._reason or "closed by peer"
+            self.closed.set_result(f"{reason}: {error}" if error else reason)
         self._arrived.set()
 
     def start(self, on_frame: Callable[[bytes], None]) -> None:
         """Deliver frames to `on_frame` from now on, first those that came with the handshake's last packet."""
-        self.on_frame = on_frame
-        early, self._early = self._early, []
-        for payload in early:
-            on_frame(payload)
+        self._on_frame = on_frame
+        self._deliver()
 
-    def authenticated(self) -> None:
-        """The peer has proved itself: lift the handshake's frame limit."""
-        self._frames.raise_limit()
+    def _deliver(self) -> None:
+        if self._on_frame is None:
+            return
+        payloads, self._undelivered = self._undelivered, []
+        for payload in payloads:
+            # Nothing is delivered after `close` or `abort`, not even what came in the same packet.
+            if self._reason is None:
+                self._on_frame(payload)
 
     async def next_handshake_frame(self) -> bytes:
-        while not self._early:
+        while not self._undelivered:
             if self.closed.done():
                 raise WireError(f"connection ended during the handshake: {self.closed.result()}")
             self._arrived.clear()
             await self._arrived.wait()
-        return self._early.pop(0)
+        return self._undelivered.pop(0)
 
 
 async def connect(
@@ -114,7 +124,7 @@ async def connect(
     connection: Connection | None = None
     try:
         async with asyncio.timeout(timeout_s):
-            _, connection = await loop.create_connection(Connection, host, port)
+            _, connection = await loop.create_connection(lambda: Connection(_NUM_SERVER_FRAMES), host, port)
             handshake = ClientHandshake(secret, os.urandom(NONCE_BYTES), role, name)
             connection.send(handshake.answer(await connection.next_handshake_frame()))
             handshake.verify(await connection.next_handshake_frame())
@@ -122,7 +132,6 @@ async def connect(
         if connection is not None:
             connection.abort("handshake failed")
         raise
-    connection.authenticated()
     return connection
 
 
@@ -135,17 +144,25 @@ class Listener:
         self._server: asyncio.Server | None = None
         self._handshakes: set[asyncio.Task[None]] = set()
         self._connections: set[Connection] = set()
+        self._is_closed = False
         self.num_refused = 0
 
     async def start(self, host: str, port: int = 0) -> int:
         """Listen; returns the port."""
 
         def begin(connection: Connection) -> None:
+            if self._is_closed:
+                connection.abort("server closed")
+                return
+            self._connections.add(connection)
+            connection.closed.add_done_callback(lambda _: self._connections.discard(connection))
             task = asyncio.get_running_loop().create_task(self._handshake(connection))
             self._handshakes.add(task)
             task.add_done_callback(self._handshakes.discard)
 
-        self._server = await asyncio.get_running_loop().create_server(lambda: Connection(begin), host, port)
+        self._server = await asyncio.get_running_loop().create_server(
+            lambda: Connection(_NUM_CLIENT_FRAMES, begin), host, port
+        )
         bound: Any = self._server.sockets[0].getsockname()
         return int(bound[1])
 
@@ -159,17 +176,17 @@ class Listener:
             self.num_refused += 1
             connection.abort(f"handshake failed: {error}")
             return
-        connection.authenticated()
         connection.send(proof)
-        self._connections.add(connection)
-        connection.closed.add_done_callback(lambda _: self._connections.discard(connection))
         self._on_connection(connection)
 
     async def close(self) -> None:
-        """Stop listening and close every connection."""
+        """Stop listening and close every connection, those in the handshake too; returns when all are closed."""
+        self._is_closed = True
         if self._server is not None:
             self._server.close()
-        for task in list(self._handshakes):
+        for task in self._handshakes:
             task.cancel()
-        for connection in list(self._connections):
+        for connection in self._connections:
             connection.close("server closed")
+        if self._connections:
+            await asyncio.wait([connection.closed for connection in self._connections])

@@ -22,6 +22,8 @@ T = TypeVar("T")
 
 PROTOCOL_VERSION = 1
 MAX_FRAME_BYTES = 64 << 20
+# Before a peer has proved itself it may send no more than a handshake needs.
+MAX_HANDSHAKE_FRAME_BYTES = 4096
 NONCE_BYTES = 32
 _LENGTH = struct.Struct("<I")
 
@@ -57,11 +59,15 @@ def frame(payload: bytes) -> bytes:
 
 
 class FrameBuffer:
-    """Cuts a byte stream into payloads."""
+    """Cuts a byte stream into payloads, of which the first `num_handshake_frames` must be small.
 
-    def __init__(self, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
+    The limit is tied to the frames' places, not to the time at which the handshake is found to be complete: large
+    frames may come right behind it, in the same packet.
+    """
+
+    def __init__(self, num_handshake_frames: int = 0) -> None:
         self._buffer = bytearray()
-        self._max_frame_bytes = max_frame_bytes
+        self._num_handshake_frames = num_handshake_frames
 
     def feed(self, data: bytes) -> list[bytes]:
         """Add received bytes; returns the payloads completed by them. Raises WireError on an oversized length."""
@@ -70,20 +76,18 @@ class FrameBuffer:
         start = 0
         while len(self._buffer) - start >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._buffer, start)
-            if length > self._max_frame_bytes:
-                raise WireError(f"peer announced a frame of {length} bytes, the limit is {self._max_frame_bytes}")
+            limit = MAX_HANDSHAKE_FRAME_BYTES if self._num_handshake_frames else MAX_FRAME_BYTES
+            if length > limit:
+                raise WireError(f"peer announced a frame of {length} bytes, the limit is {limit}")
             end = start + _LENGTH.size + length
             if len(self._buffer) < end:
                 break
             payloads.append(bytes(memoryview(self._buffer)[start + _LENGTH.size : end]))
+            self._num_handshake_frames = max(self._num_handshake_frames - 1, 0)
             start = end
         if start:
             del self._buffer[:start]
         return payloads
-
-    def raise_limit(self, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
-        """Allow larger frames from now on (a peer that has not proved itself gets a small limit)."""
-        self._max_frame_bytes = max_frame_bytes
 
 
 def _mac(secret: bytes, *parts: bytes) -> bytes:
@@ -100,8 +104,15 @@ def _client_mac(secret: bytes, server_nonce: bytes, client_nonce: bytes, role: s
 def _decode(payload: bytes, kind: type[T]) -> T:
     try:
         return msgspec.msgpack.decode(payload, type=kind)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise WireError(f"expected {kind.__name__}: {error}") from None
+
+
+def _check_opening(opening: Challenge | Hello) -> None:
+    if opening.version != PROTOCOL_VERSION:
+        raise WireError(f"peer speaks protocol version {opening.version}, this process {PROTOCOL_VERSION}")
+    if len(opening.nonce) != NONCE_BYTES:
+        raise WireError(f"nonce has {len(opening.nonce)} bytes, expected {NONCE_BYTES}")
 
 
 class ServerHandshake:
@@ -117,10 +128,7 @@ class ServerHandshake:
     def accept(self, payload: bytes) -> tuple[Hello, bytes]:
         """Raises WireError unless the client speaks this version and holds the secret."""
         hello = _decode(payload, Hello)
-        if hello.version != PROTOCOL_VERSION:
-            raise WireError(f"peer speaks protocol version {hello.version}, this process {PROTOCOL_VERSION}")
-        if len(hello.nonce) != NONCE_BYTES:
-            raise WireError(f"nonce has {len(hello.nonce)} bytes, expected {NONCE_BYTES}")
+        _check_opening(hello)
         expected = _client_mac(self._secret, self._nonce, hello.nonce, hello.role, hello.name)
         if not hmac.compare_digest(hello.mac, expected):
             raise WireError(f"{hello.role} {hello.name!r} does not hold the cluster secret")
@@ -138,9 +146,9 @@ class ClientHandshake:
         self._server_nonce = b""
 
     def answer(self, payload: bytes) -> bytes:
+        """Raises WireError unless the server speaks this version."""
         challenge = _decode(payload, Challenge)
-        if challenge.version != PROTOCOL_VERSION:
-            raise WireError(f"peer speaks protocol version {challenge.version}, this process {PROTOCOL_VERSION}")
+        _check_opening(challenge)
         self._server_nonce = challenge.nonce
         mac = _client_mac(self._secret, challenge.nonce, self._nonce, self._role, self._name)
         return msgspec.msgpack.encode(Hello(PROTOCOL_VERSION, self._nonce, self._role, self._name, mac))
