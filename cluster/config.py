@@ -62,9 +62,9 @@ class RouterConfig(_Section):
         default="auto",
         description="HAProxy in front of the routers; auto: if it does not work, Serve's own, slower proxy instead.",
     )
-    max_body_bytes: int = Field(default=8 << 20, ge=1024, description="Largest request body; larger ones get 413.")
+    max_body_bytes: int = Field(default=4 << 20, ge=1024, description="Largest request body; larger ones get 413.")
     rank_silence_timeout_s: float = Field(
-        default=5.0, ge=2.0, description="A rank that says nothing for this long is lost (it speaks once a second)."
+        default=10.0, ge=2.0, description="A rank that says nothing for this long is lost (it speaks once a second)."
     )
 
     @field_validator("ha_proxy", mode="before")
