@@ -131,10 +131,11 @@ def _sample_filtered(
     last_of_k = torch.where(top_k > 0, top_k, scaled.shape[1]).clamp(max=num_candidates) - 1
     kept &= values >= values.gather(1, last_of_k)
     weights = torch.where(kept, values.double().exp(), 0.0)
-    # Without other filters the mass is the whole vocabulary's, which the candidates may not cover.
-    unfiltered = (top_k == 0) & (min_p == 0)
-    whole = scaled.double().exp().sum(dim=-1, keepdim=True) if not everything else weights.sum(dim=-1, keepdim=True)
-    mass = torch.where(unfiltered, whole, weights.sum(dim=-1, keepdim=True))
+    mass = weights.sum(dim=-1, keepdim=True)
+    alone = (top_k == 0) & (min_p == 0)
+    if alone.any():
+        # Top-p without another filter: the mass is the whole vocabulary's, which the candidates may not cover.
+        mass = torch.where(alone, scaled.exp().sum(dim=-1, keepdim=True, dtype=torch.float64), mass)
     before = weights.cumsum(dim=-1) - weights
     kept &= (before < top_p * mass) | (before == 0)
     # A kept token as unlikely as the last candidate may have equals, or successors, that are no candidates.

@@ -4,7 +4,6 @@ import importlib.util
 import json
 import multiprocessing
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -172,9 +171,7 @@ def test_missing_package_names_the_command(cache: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.model
 def test_embedded_model(embedded_dir: Path) -> None:
-    started = time.monotonic()
     assert resolve_model(None, pytest.fail) == embedded_dir
-    assert time.monotonic() - started < 5
     assert (embedded_dir / "LICENSE").read_text().lstrip().startswith("Apache License")
     assert read_model_config(embedded_dir).eos_token_ids == {2}
 
