@@ -7,6 +7,7 @@ aborts go from the first to the second through the loop's inbox, frames come bac
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import threading
@@ -17,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from router.detokenizer import IncrementalDetokenizer
 from tokenizers import Tokenizer
 
 from cluster.rank_loop import Aborted, IntegrityCheck, OwnerLost, RankLoop, Submitted
@@ -28,11 +28,14 @@ from rank_scheduler.config import CacheConfig, SchedulerConfig
 from rank_scheduler.messages import Abort, RouterToRank, StepFrame, Submit
 from rank_scheduler.scheduler import Scheduler
 from router.control_messages import ControlToRank, RankRecord, Register, Registered
+from router.detokenizer import IncrementalDetokenizer
 
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_INTERVAL_S = 1.0
 REGISTRATION_TIMEOUT_S = 30.0
+# One question to the control actor; then the rank asks anew, wherever the actor may be by then.
+CONTROL_TIMEOUT_S = 10.0
 RECONNECT_DELAY_S = 0.5
 # Longer than any sane step on a slow processor; a step that takes this long is stuck.
 STALL_TIMEOUT_S = 120.0
@@ -91,6 +94,7 @@ class RankServer:
         self._io = asyncio.new_event_loop()
         self._io_thread = threading.Thread(target=self._run_io, name="rank-io", daemon=True)
         self._registered: Future[str] = Future()
+        self._registration_obstacle = "the control actor has not answered yet"
         self._stop_requested = asyncio.Event()
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(RouterToRank)
@@ -99,14 +103,26 @@ class RankServer:
     # ---- any thread ----
 
     def start(self) -> str:
-        """Start both threads and register; returns the rank id. Raises what kept it from registering."""
+        """Start both threads and register; returns the rank id.
+
+        Raises TimeoutError with what kept it from registering, or what ended the I/O thread; the rank is stopped then.
+        """
         self._loop.start()
         self._io_thread.start()
-        return self._registered.result(REGISTRATION_TIMEOUT_S)
+        try:
+            return self._registered.result(REGISTRATION_TIMEOUT_S)
+        except TimeoutError:
+            self.stop()
+            raise TimeoutError(
+                f"not registered within {REGISTRATION_TIMEOUT_S:g} s: {self._registration_obstacle}"
+            ) from None
+        except BaseException:
+            self.stop()
+            raise
 
     def stop(self, timeout_s: float = 5.0) -> None:
-        """Close connections (routers treat what still runs as lost with the rank), end both threads."""
-        self._io.call_soon_threadsafe(self._stop_requested.set)
+        """Close connections (routers treat what still runs as lost with the rank), end both threads. Idempotent."""
+        self._call_io(self._stop_requested.set)
         self._io_thread.join(timeout_s)
         if not self._loop.stop(timeout_s):
             logger.warning("the step loop has not ended within %.1f s", timeout_s)
@@ -140,11 +156,16 @@ class RankServer:
 
     def _send(self, frames: dict[int, StepFrame]) -> None:
         payloads = [(owner, self._encoder.encode(frame)) for owner, frame in frames.items()]
-        self._io.call_soon_threadsafe(self._deliver, payloads)
+        self._call_io(self._deliver, payloads)
 
     def _crashed(self, reason: str) -> None:
         logger.error("rank %s gives up: %s", self._record.rank_id, reason)
-        self._io.call_soon_threadsafe(self._stop_requested.set)
+        self._call_io(self._stop_requested.set)
+
+    def _call_io(self, callback: Callable[..., None], *args: object) -> None:
+        """Run `callback` on the I/O thread, if that has not ended: then there is nobody left to send to."""
+        with contextlib.suppress(RuntimeError):  # the event loop is closed
+            self._io.call_soon_threadsafe(callback, *args)
 
     # ---- I/O thread ----
 
@@ -171,8 +192,6 @@ class RankServer:
                 task.cancel()
             await asyncio.gather(*background, return_exceptions=True)
             await listener.close()
-            # One turn for the transports to say goodbye.
-            await asyncio.sleep(0)
 
     def _accept(self, connection: Connection) -> None:
         owner = self._next_owner
@@ -188,7 +207,7 @@ class RankServer:
     def _take(self, owner: int, connection: Connection, payload: bytes) -> None:
         try:
             message = self._decoder.decode(payload)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             self._num_malformed += 1
             connection.abort(f"malformed message: {error}")
             return
@@ -217,22 +236,23 @@ class RankServer:
         while True:
             try:
                 await self._register()
-            except (OSError, TimeoutError, WireError, msgspec.DecodeError) as error:
-                logger.warning("cannot register with the control actor, trying again: %s", error)
+            except Exception as error:  # whatever finding the actor may raise: a rank that stops trying is lost
+                self._registration_obstacle = f"{type(error).__name__}: {error}"
+                logger.warning("cannot register with the control actor, trying again: %s", self._registration_obstacle)
             await asyncio.sleep(RECONNECT_DELAY_S)
 
     async def _register(self) -> None:
         """Register and hold the connection; returns when it closes."""
-        host, port = await self._control_address()
+        async with asyncio.timeout(CONTROL_TIMEOUT_S):
+            host, port = await self._control_address()
         connection = await connect(host, port, secret=self._secret, role="rank", name=self._record.boot_id)
         answer: asyncio.Future[bytes] = self._io.create_future()
         connection.start(lambda payload: None if answer.done() else answer.set_result(payload))
         try:
             connection.send(self._encoder.encode(Register(self._record)))
-            done, _ = await asyncio.wait(
-                {answer, connection.closed}, timeout=REGISTRATION_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED
-            )
-            if answer not in done:
+            ends: set[asyncio.Future[Any]] = {answer, connection.closed}
+            await asyncio.wait(ends, timeout=CONTROL_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done():
                 raise WireError("the control actor did not answer the registration")
             registered: Registered = msgspec.msgpack.decode(answer.result(), type=ControlToRank)
             self._record = msgspec.structs.replace(self._record, rank_id=registered.rank_id)

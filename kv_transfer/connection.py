@@ -144,14 +144,13 @@ class Listener:
         self._server: asyncio.Server | None = None
         self._handshakes: set[asyncio.Task[None]] = set()
         self._connections: set[Connection] = set()
-        self._is_closed = False
         self.num_refused = 0
 
     async def start(self, host: str, port: int = 0) -> int:
         """Listen; returns the port."""
 
         def begin(connection: Connection) -> None:
-            if self._is_closed:
+            if self._server is None:
                 connection.abort("server closed")
                 return
             self._connections.add(connection)
@@ -161,8 +160,9 @@ class Listener:
             task.add_done_callback(self._handshakes.discard)
 
         self._server = await asyncio.get_running_loop().create_server(
-            lambda: Connection(_NUM_CLIENT_FRAMES, begin), host, port
+            lambda: Connection(_NUM_CLIENT_FRAMES, begin), host, port, start_serving=False
         )
+        await self._server.start_serving()
         bound: Any = self._server.sockets[0].getsockname()
         return int(bound[1])
 
@@ -181,9 +181,9 @@ class Listener:
 
     async def close(self) -> None:
         """Stop listening and close every connection, those in the handshake too; returns when all are closed."""
-        self._is_closed = True
         if self._server is not None:
             self._server.close()
+            self._server = None
         for task in self._handshakes:
             task.cancel()
         for connection in self._connections:

@@ -9,26 +9,30 @@ everything that came over it, and the router treats every id without an `End` as
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Annotated
 
 import msgspec
+
+# A rank keeps these in arrays: what does not fit must be refused with the message, not in the middle of a step.
+Int63 = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     """How to pick tokens and when to stop; validated by whoever builds it (the router's HTTP layer)."""
 
-    seed: int
+    seed: Annotated[int, msgspec.Meta(ge=0)]
     """Unsigned 64-bit key of the request's randomness; position is the counter."""
     max_tokens: int
     temperature: float = 1.0
     """0 means greedy."""
     top_p: float = 1.0
-    top_k: int = 0
+    top_k: Int63 = 0
     """0 means off."""
     min_p: float = 0.0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
-    num_logprobs: int | None = None
+    num_logprobs: Int63 | None = None
     """None: no logprobs; 0: the chosen token's only; k: the k most likely as well."""
 
 
@@ -50,7 +54,7 @@ class FinishReason(StrEnum):
 class Submit(msgspec.Struct, frozen=True, tag="submit"):
     """Router → rank: run this request."""
 
-    id: int
+    id: Int63
     token_ids: bytes
     """The prompt as little-endian int32."""
     sampling: SamplingParams
@@ -59,7 +63,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit"):
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
     """Router → rank: the client is gone. Answered by an `End` with reason ABORT if the request still lives."""
 
-    id: int
+    id: Int63
 
 
 class End(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -463,6 +463,9 @@ def test_closing_the_listener_closes_everything(monkeypatch: pytest.MonkeyPatch)
             with pytest.raises(OSError, match="Connect"):
                 await running.connect()
             await running.listener.close()
+            running.port = await running.listener.start(HOST)
+            await running.pair()
+            await running.listener.close()
 
     run(test)
 
