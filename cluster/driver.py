@@ -43,7 +43,7 @@ RUN_FILE = "run.json"
 # For loading weights from a slow disk; what fails earlier is reported at once.
 START_TIMEOUT_S = 600.0
 # Ranks and routers are up by then; what remains is that the proxy hears of the routers.
-HTTP_TIMEOUT_S = 20.0
+HTTP_TIMEOUT_S = 30.0
 POLL_INTERVAL_S = 0.3
 CALL_TIMEOUT_S = 30.0
 # Together less than the supervisor waits before it kills.
@@ -196,8 +196,11 @@ class Driver:
                 http_options={"host": self._config.router.host, "port": self._config.router.port},
                 logging_config={"enable_access_log": False},
             )
+        except TimeoutError:
+            # The controller is up and the proxies are slow; `_await_http` has the last word.
+            return
         except Exception as error:
-            # Serve's controller does start; what fails, in whatever way, is the proxy.
+            # The controller does start; what fails, in whatever way, is the proxy.
             if self._request.ha_proxy:
                 raise HaProxyError(_last_line(error)) from error
             raise StartError(f"Serve's proxy does not start: {_last_line(error)}") from error

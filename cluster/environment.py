@@ -90,6 +90,8 @@ def run_environment(
         # Without HAProxy, direct ingress would mean that nothing listens on the port that was asked for.
         "RAY_SERVE_ENABLE_DIRECT_INGRESS": switch,
         "RAY_SERVE_LOG_TO_STDERR": "0",
+        # By default Serve kills a proxy that is not up within 5 s, and on a busy machine its imports take longer.
+        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
         # One node: when a router leaves, no load balancer elsewhere has to be given time to notice.
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
         # Two runs on one machine must not meet in HAProxy's files or ports.

@@ -57,7 +57,7 @@ def test_start_chat_and_ctrl_c() -> None:
         pids = set(find_run(run["run_id"]))
         assert pids >= {run["driver_pid"], *run["ranks"].values()}
         ha_proxy = {pid for pid in pids if Path(f"/proc/{pid}/comm").read_text().strip() == "haproxy"}
-        assert ha_proxy
+        assert ha_proxy, served.output()
         # HAProxy's own statistics are the exception: Serve has them listen on all interfaces.
         assert [address for address in listening_addresses(pids - ha_proxy) if not is_loopback(address)] == []
 
