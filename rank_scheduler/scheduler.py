@@ -163,7 +163,11 @@ class Scheduler:
         self._num_prompt_tokens += int(plan.num_tokens[num_generated == 0].sum())
         ends: list[tuple[int, End]] = []
         for row, message in result.failed.items():
-            sequence = batch.at(int(plan.slots[row]))
+            slot = int(plan.slots[row])
+            sequence = batch.at(slot)
+            # Whatever broke the logits may lie in its KV, from this step or an earlier one.
+            for block in batch.block_ids(slot):
+                self._pool.forget(block)
             ends.append((sequence.key[0], self._finish(sequence, FinishReason.ERROR, now, message=message)))
 
         rows = np.flatnonzero(result.tokens >= 0).astype(np.int64)

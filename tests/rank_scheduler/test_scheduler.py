@@ -292,9 +292,9 @@ def test_each_owner_gets_its_own_tokens_in_one_frame():
     ]
 
 
-def test_a_failed_row_ends_its_request_alone():
+def test_a_failed_row_ends_its_request_alone_and_leaves_nothing_in_the_prefix_cache():
     engine = make_engine()
-    engine.submit(1, prompt_of(5), max_tokens=3)
+    engine.submit(1, prompt_of(12), max_tokens=3)
     engine.submit(2, prompt_of(5, start=2), max_tokens=3)
     plan = engine.scheduler.schedule(1.0)
     result = engine.runner.execute(plan)
@@ -304,6 +304,10 @@ def test_a_failed_row_ends_its_request_alone():
     engine.run()
     assert engine.ends[1].reason is FinishReason.ERROR
     assert engine.tokens[2] == expected_tokens(prompt_of(5, start=2), 3)
+    engine.submit(3, prompt_of(12), max_tokens=3)
+    engine.run()
+    assert engine.ends[3].num_cached_tokens == 0
+    assert engine.tokens[3] == expected_tokens(prompt_of(12), 3)
 
 
 def test_a_failed_step_leaves_nothing_of_itself_in_the_prefix_cache():
