@@ -27,37 +27,49 @@ def pool_deployment(pool: str) -> str:
 
 
 def build(
-    config: ClusterConfig, *, model_dir: Path, model_name: str, max_model_len: int, secret: bytes, num_cores: int
+    config: ClusterConfig,
+    *,
+    model_dir: Path,
+    model_name: str,
+    max_model_len: int,
+    secret: bytes,
+    num_cores: int,
+    available_bytes: int,
 ) -> serve.Application:
-    """Everything that Serve runs, as one application. Importing torch is left to the ranks."""
+    """Everything that Serve runs, as one application. Importing torch is left to the ranks.
+
+    `available_bytes` is the node's free memory before any rank has started, so that each rank's part of it is the
+    same for the first and for every one that replaces it.
+    """
     pools = [
-        serve.deployment(Rank)
-        .options(
-            name=pool_deployment(name),
-            num_replicas=settings.num_ranks,
-            # Ranks share the cores by their number of threads, so Serve has no CPUs to count.
-            ray_actor_options={"num_cpus": 0, "num_gpus": 1 if settings.device == "cuda" else 0},
-            max_ongoing_requests=MAX_ONGOING_REQUESTS,
-            max_constructor_retry_count=MAX_CONSTRUCTOR_RETRIES,
-            health_check_period_s=HEALTH_CHECK_PERIOD_S,
-            health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
-            graceful_shutdown_wait_loop_s=0.1,
-            graceful_shutdown_timeout_s=5.0,
-        )
-        .bind(
+        _deployment(
+            Rank, pool_deployment(name), settings.num_ranks, num_gpus=1 if settings.device == "cuda" else 0
+        ).bind(
             config,
             name,
             str(model_dir),
             config.threads_of(name, num_cores),
-            config.memory_share_of(name),
+            config.memory_budget_of(name, available_bytes),
             secret,
         )
         for name, settings in config.pools.items()
     ]
-    router = serve.deployment(RouterReplica).options(
-        name=ROUTER_DEPLOYMENT,
-        num_replicas=config.router.num_routers,
-        ray_actor_options={"num_cpus": 0},
+    settings = RouterSettings(
+        model_name=model_name,
+        model_dir=model_dir,
+        max_model_len=max_model_len,
+        max_body_bytes=config.router.max_body_bytes,
+        rank_silence_timeout_s=config.router.rank_silence_timeout_s,
+    )
+    return _deployment(RouterReplica, ROUTER_DEPLOYMENT, config.router.num_routers).bind(settings, secret, pools)
+
+
+def _deployment(replica: type, name: str, num_replicas: int, *, num_gpus: int = 0) -> serve.Deployment:
+    return serve.deployment(replica).options(
+        name=name,
+        num_replicas=num_replicas,
+        # Ranks share the cores by their number of threads, so Serve has no CPUs to count.
+        ray_actor_options={"num_cpus": 0, "num_gpus": num_gpus},
         max_ongoing_requests=MAX_ONGOING_REQUESTS,
         max_constructor_retry_count=MAX_CONSTRUCTOR_RETRIES,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
@@ -66,12 +78,3 @@ def build(
         graceful_shutdown_timeout_s=5.0,
         logging_config={"enable_access_log": False},
     )
-    settings = RouterSettings(
-        model_name=model_name,
-        model_dir=model_dir,
-        max_model_len=max_model_len,
-        expected_num_ranks=1,
-        max_body_bytes=config.router.max_body_bytes,
-        rank_silence_timeout_s=config.router.rank_silence_timeout_s,
-    )
-    return router.bind(settings, secret, pools)

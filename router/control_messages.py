@@ -30,7 +30,7 @@ class RankRecord(msgspec.Struct, frozen=True):
 
 
 class Register(msgspec.Struct, frozen=True, tag="register"):
-    """Rank → control, first message. `record.rank_id` is empty; the answer is `Registered`."""
+    """Rank → control, first message. `record.rank_id`: the id it had before, or ""; `Registered` says which it has."""
 
     record: RankRecord
 

@@ -137,7 +137,7 @@ def _add_operation_routes(app: FastAPI, service: RouterService) -> None:
 
     @app.get("/ready")
     async def ready() -> Response:
-        """200 once the control actor and the expected ranks are connected, 503 otherwise; figures in both cases."""
+        """200 while the control actor and at least one rank are connected, 503 otherwise; figures in both cases."""
         is_ready, figures = service.readiness()
         return _json(figures, status=200 if is_ready else 503)
 

@@ -174,11 +174,6 @@ class Ledger:
         elif holder.drop_at is None:
             holder.drop_at = now + self._holder_grace_s
 
-    def router_left(self, router: str) -> None:
-        """`router` has said that it ends: what it holds is free at once."""
-        if self._drop(router) is None:
-            self.num_ignored += 1
-
     def tick(self, now: float) -> list[str]:
         """Drop what lost routers hold beyond their grace; returns these routers."""
         expired = [
@@ -208,12 +203,11 @@ class Ledger:
         holder = self._holders.get(router)
         return None if holder is None else holder.held.get(key)
 
-    def _drop(self, router: str) -> _Holder | None:
+    def _drop(self, router: str) -> None:
         holder = self._holders.pop(router, None)
         if holder is not None:
             self._num_requests -= sum(held.num_requests for held in holder.held.values())
             self._num_tokens -= sum(held.num_tokens for held in holder.held.values())
-        return holder
 
     def _start_drain(self, now: float) -> None:
         if self._num_requests:

@@ -32,7 +32,6 @@ class RouterSettings(BaseModel):
     model_name: str = Field(min_length=1, description="The name that requests ask for.")
     model_dir: Path = Field(description="Directory with tokenizer.json and tokenizer_config.json.")
     max_model_len: int = Field(ge=2, description="Tokens of a prompt and its answer together.")
-    expected_num_ranks: int = Field(default=1, ge=1, description="Connected ranks from which on /ready says so.")
     max_body_bytes: int = Field(default=4 << 20, ge=1, description="Size of a request's body.")
     acquire_timeout_s: float = Field(default=2.0, gt=0, description="Wait for the control actor's answer.")
     rank_wait_timeout_s: float = Field(default=5.0, ge=0, description="Wait for a rank when there is none.")
@@ -132,16 +131,14 @@ class RouterService:
         self.tokenizer.close()
 
     def readiness(self) -> tuple[bool, dict[str, object]]:
-        """Whether requests can be served, and the figures that say why."""
+        """Whether requests can be served (by one rank at least), and the figures that say why."""
         num_ranks = 0 if self._pool is None else len(self._pool.links)
         is_connected = self._control is not None and self._control.is_connected
-        expected = self.settings.expected_num_ranks
-        is_ready = is_connected and num_ranks >= expected and not self.is_shutting_down
+        is_ready = is_connected and num_ranks > 0 and not self.is_shutting_down
         return is_ready, {
             "ready": is_ready,
             "control_connected": is_connected,
             "num_ranks_connected": num_ranks,
-            "expected_num_ranks": expected,
             "shutting_down": self.is_shutting_down,
         }
 

@@ -302,7 +302,6 @@ async def running(
                 "model_name": MODEL,
                 "model_dir": write_model_dir(tmp_path),
                 "max_model_len": 256,
-                "expected_num_ranks": max(1, num_ranks),
                 "rank_wait_timeout_s": 0.2,
                 **settings,
             }

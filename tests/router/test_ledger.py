@@ -63,12 +63,6 @@ class LedgerMachine(RuleBasedStateMachine):
         if self.held.get(router):
             self.drop_at.setdefault(router, self.now + GRACE_S)
 
-    @rule(router=ROUTERS)
-    def leave(self, router: str) -> None:
-        self.ledger.router_left(router)
-        self.held.pop(router, None)
-        self.drop_at.pop(router, None)
-
     @rule(router=ROUTERS, holdings=st.dictionaries(KEYS, st.tuples(st.integers(0, 5), st.integers(0, 30))))
     def resume(self, router: str, holdings: dict[int, tuple[int, int]]) -> None:
         self.ledger.resume(router, [Holding(key, *amounts) for key, amounts in holdings.items()], self.now)
@@ -184,9 +178,8 @@ def test_nonsense_is_counted_and_ignored() -> None:
     ledger.release("nobody", 1, 0.0)
     ledger.prefill_done("nobody", 1, 1, 0.0)
     ledger.router_lost("nobody", 0.0)
-    ledger.router_left("nobody")
     ledger.acquire("a", 1, -3, 0, 0.0)
     ledger.resume("b", [Holding(1, 1, 1), Holding(1, 1, 1), Holding(2, -1, 0)], 0.0)
-    assert ledger.num_ignored == 7
+    assert ledger.num_ignored == 6
     assert ledger.counts().num_requests == 1
     ledger.check_integrity()
