@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -140,6 +141,7 @@ class ControlEndpoint:
             "num_routers": sum(router.resumed for router in self._routers.values()),
             "num_malformed": self.num_malformed,
             "num_refused_connections": self._listener.num_refused,
+            "num_ignored": self.ledger.num_ignored,
         }
 
     def _accept(self, connection: Connection) -> None:
@@ -166,8 +168,8 @@ class ControlEndpoint:
         def lost(_: asyncio.Future[str]) -> None:
             if self._routers.get(name) is router:
                 del self._routers[name]
-                if router.resumed:
-                    self.ledger.router_lost(name, self.clock())
+                # Resumed or not: an earlier connection, which this one replaced, may have left holdings.
+                self.ledger.router_lost(name, self.clock())
 
         connection.closed.add_done_callback(lost)
         connection.start(
@@ -217,7 +219,7 @@ class ControlEndpoint:
         if rank.rank_id:
             raise ProtocolError(f"{rank.rank_id} registers a second time on one connection")
         version = self.membership.version
-        admitted = self.membership.register(message.record, self.clock())
+        admitted = self.membership.register(message.record)
         rank.rank_id, rank.boot_id = admitted.rank_id, admitted.boot_id
         previous = self._ranks.get(admitted.rank_id)
         self._ranks[admitted.rank_id] = rank
@@ -239,7 +241,7 @@ class ControlEndpoint:
             return
         try:
             handle()
-        except (msgspec.DecodeError, MembershipError, ProtocolError) as error:
+        except (msgspec.DecodeError, RecursionError, MembershipError, ProtocolError) as error:
             self.num_malformed += 1
             peer = connection.peer
             logger.warning("cut off %s %s: %s", peer.role if peer else "?", peer.name if peer else "?", error)
@@ -265,14 +267,16 @@ class ControlActor:
     def __init__(self, scheduler: SchedulerConfig, secret: bytes, host: str) -> None:
         self._endpoint = ControlEndpoint(scheduler, secret)
         self._host = host
-        self._starting: asyncio.Task[int] | None = None
+        self._port: int | None = None
+        self._start_lock = asyncio.Lock()
         self._failed_starts: list[FailedStart] = []
 
     async def address(self) -> tuple[str, int]:
         """Where the endpoint listens, in this incarnation of the actor."""
-        if self._starting is None:
-            self._starting = asyncio.create_task(self._endpoint.start(self._host))
-        return self._host, await asyncio.shield(self._starting)
+        async with self._start_lock:
+            if self._port is None:
+                self._port = await self._endpoint.start(self._host)
+            return self._host, self._port
 
     async def begin_shutdown(self) -> int:
         """Routers end every stream with an error event and refuse what comes; returns how many were told."""
@@ -283,8 +287,8 @@ class ControlActor:
         self._failed_starts.append(FailedStart(pool, reason, is_final))
 
     async def snapshot(self) -> dict[str, Any]:
-        """Members, counts and connections, in plain values; and the failed starts, oldest first."""
-        return {**self._endpoint.snapshot(), "failed_starts": self._failed_starts}
+        """Members, counts and connections, in plain values; this process; the failed starts, oldest first."""
+        return {**self._endpoint.snapshot(), "pid": os.getpid(), "failed_starts": self._failed_starts}
 
     async def check_integrity(self) -> None:
         """Raises AssertionError if the books are wrong."""

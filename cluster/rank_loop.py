@@ -6,6 +6,7 @@ through the `send` callback, which must not block.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -45,7 +46,7 @@ class OwnerLost:
 
 @dataclass(frozen=True, slots=True)
 class IntegrityCheck:
-    """Run the scheduler's invariants between two steps; the loop resolves `done`."""
+    """Run the scheduler's invariants between two steps; the loop resolves `done`, also when it has ended."""
 
     done: Future[None]
 
@@ -71,18 +72,23 @@ class RankLoop:
         self._inbox: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="rank-steps", daemon=True)
         self._stopping = False
+        self._ended = False
         self._num_failures = 0
         self._busy_since: float | None = None
         self.load: RankLoad = scheduler.load()
         """Figures after the latest step; replaced as a whole, so any thread may read it."""
+        self.num_ignored_messages = 0
+        """The scheduler's, after the latest step."""
         self.crash: str | None = None
 
     def start(self) -> None:
         self._thread.start()
 
     def post(self, event: Event) -> None:
-        """Hand over an event; safe from any thread."""
+        """Hand over an event; safe from any thread. What comes after the end has no effect."""
         self._inbox.put(event)
+        if self._ended:
+            self._refuse_checks()
 
     def stop(self, timeout_s: float) -> bool:
         """Let the current step end, then end the thread; False if it has not ended in time."""
@@ -106,7 +112,19 @@ class RankLoop:
         except Exception as error:
             logger.exception("step loop ended")
             self.crash = f"{type(error).__name__}: {error}"
+        # First the mark, then the inbox: a check that is posted meanwhile is refused here or by its poster.
+        self._ended = True
+        self._refuse_checks()
+        if self.crash is not None:
             self._on_crash(self.crash)
+
+    def _refuse_checks(self) -> None:
+        """Nobody will run what is left in the inbox; who waits for a check must hear that."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                event = self._inbox.get_nowait()
+                if isinstance(event, IntegrityCheck):
+                    event.done.set_exception(RuntimeError(f"the step loop ended: {self.crash or 'it was stopped'}"))
 
     def _take_in(self) -> None:
         """Apply everything that has arrived; with nothing to compute, wait for the next event."""
@@ -153,5 +171,6 @@ class RankLoop:
                 self._num_failures = 0
                 frames = self._scheduler.update(plan, result, time.monotonic())
         self.load = self._scheduler.load()
+        self.num_ignored_messages = self._scheduler.num_ignored_messages
         if frames:
             self._send(frames)

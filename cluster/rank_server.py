@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from model_runner.runner import Capacity, ModelRunner
 from rank_scheduler.config import CacheConfig, SchedulerConfig
 from rank_scheduler.messages import Abort, RouterToRank, StepFrame, Submit
 from rank_scheduler.scheduler import Scheduler
+from router.control_link import ControlAddress
 from router.control_messages import ControlToRank, RankRecord, Register, Registered
 from router.detokenizer import IncrementalDetokenizer
 
@@ -39,8 +40,6 @@ CONTROL_TIMEOUT_S = 10.0
 RECONNECT_DELAY_S = 0.5
 # Longer than any sane step on a slow processor; a step that takes this long is stuck.
 STALL_TIMEOUT_S = 120.0
-
-ControlAddress = Callable[[], Awaitable[tuple[str, int]]]
 
 
 class RankServer:
@@ -60,7 +59,7 @@ class RankServer:
         node_id: str,
         tokenizer_path: Path,
     ) -> None:
-        """`runner` is loaded already, and has answered with `capacity`."""
+        """`runner` is loaded already, and has answered with `capacity`; `stop` closes it."""
         tokenizer = Tokenizer.from_file(str(tokenizer_path))
         scheduler = Scheduler(
             config,
@@ -72,7 +71,9 @@ class RankServer:
             enable_prefix_caching=cache.enable_prefix_caching,
             make_text_decoder=lambda: IncrementalDetokenizer(tokenizer),
         )
+        self._runner = runner
         self._loop = RankLoop(scheduler, runner, self._send, self._crashed)
+        self._listener = Listener(secret, self._accept)
         self._secret = secret
         self._control_address = control_address
         self._host = advertise_host
@@ -105,7 +106,7 @@ class RankServer:
     def start(self) -> str:
         """Start both threads and register; returns the rank id.
 
-        Raises TimeoutError with what kept it from registering, or what ended the I/O thread; the rank is stopped then.
+        Raises TimeoutError with what kept it from registering, or what ended a thread; the rank is stopped then.
         """
         self._loop.start()
         self._io_thread.start()
@@ -121,10 +122,15 @@ class RankServer:
             raise
 
     def stop(self, timeout_s: float = 5.0) -> None:
-        """Close connections (routers treat what still runs as lost with the rank), end both threads. Idempotent."""
+        """Close connections (routers treat what still runs as lost with the rank), end both threads, free the model.
+
+        Idempotent.
+        """
         self._call_io(self._stop_requested.set)
         self._io_thread.join(timeout_s)
-        if not self._loop.stop(timeout_s):
+        if self._loop.stop(timeout_s):
+            self._runner.close()
+        else:
             logger.warning("the step loop has not ended within %.1f s", timeout_s)
 
     def check_health(self) -> None:
@@ -138,7 +144,10 @@ class RankServer:
             raise RuntimeError(f"the current step has taken {stalled:.0f} s, the limit is {STALL_TIMEOUT_S:.0f} s")
 
     def check_integrity(self, timeout_s: float = 30.0) -> None:
-        """Run the scheduler's invariants between two steps. Raises AssertionError with what is wrong."""
+        """Run the scheduler's invariants between two steps. Raises AssertionError with what is wrong.
+
+        Raises RuntimeError if the step loop has ended, TimeoutError if the current step takes too long.
+        """
         done: Future[None] = Future()
         self._loop.post(IntegrityCheck(done))
         done.result(timeout_s)
@@ -149,6 +158,8 @@ class RankServer:
             **msgspec.to_builtins(self._record),
             "num_connections": len(self._connections),
             "num_malformed_messages": self._num_malformed,
+            "num_ignored_messages": self._loop.num_ignored_messages,
+            "num_refused_connections": self._listener.num_refused,
             "load": {field: getattr(self._loop.load, field) for field in self._loop.load.__struct_fields__},
         }
 
@@ -160,7 +171,7 @@ class RankServer:
 
     def _crashed(self, reason: str) -> None:
         logger.error("rank %s gives up: %s", self._record.rank_id, reason)
-        self._call_io(self._stop_requested.set)
+        self._call_io(self._give_up, RuntimeError(f"the step loop ended: {reason}"))
 
     def _call_io(self, callback: Callable[..., None], *args: object) -> None:
         """Run `callback` on the I/O thread, if that has not ended: then there is nobody left to send to."""
@@ -173,16 +184,21 @@ class RankServer:
         asyncio.set_event_loop(self._io)
         try:
             self._io.run_until_complete(self._serve())
+            self._give_up(RuntimeError("the rank was stopped"))
         except Exception as error:
             logger.exception("rank I/O ended")
-            if not self._registered.done():
-                self._registered.set_exception(error)
+            self._give_up(error)
         finally:
             self._io.close()
 
+    def _give_up(self, error: Exception) -> None:
+        """End the I/O thread; whoever waits in `start` hears why."""
+        if not self._registered.done():
+            self._registered.set_exception(error)
+        self._stop_requested.set()
+
     async def _serve(self) -> None:
-        listener = Listener(self._secret, self._accept)
-        port = await listener.start(self._host)
+        port = await self._listener.start(self._host)
         self._record = msgspec.structs.replace(self._record, port=port)
         background = [asyncio.create_task(self._stay_registered()), asyncio.create_task(self._beat())]
         try:
@@ -191,9 +207,14 @@ class RankServer:
             for task in background:
                 task.cancel()
             await asyncio.gather(*background, return_exceptions=True)
-            await listener.close()
+            await self._listener.close()
 
     def _accept(self, connection: Connection) -> None:
+        assert connection.peer is not None
+        if connection.peer.role != "router":
+            self._num_malformed += 1
+            connection.abort(f"a rank serves routers, not the role {connection.peer.role!r}")
+            return
         owner = self._next_owner
         self._next_owner += 1
         self._connections[owner] = connection

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from cluster.control import ControlEndpoint
+from cluster.control import ControlActor, ControlEndpoint
 from kv_transfer.connection import Connection, connect
 from kv_transfer.wire import WireError
 from rank_scheduler.config import SchedulerConfig
@@ -208,6 +208,24 @@ def test_what_a_lost_router_held_is_free_after_its_grace_unless_it_comes_back() 
     run(test)
 
 
+def test_holdings_are_not_counted_for_ever_if_the_newer_connection_dies_before_it_says_anything() -> None:
+    async def test() -> None:
+        async with cluster() as running:
+            old = await running.router("r", [Holding(1, 1, 0)])
+            await old.next(Members)
+            new = await connect("127.0.0.1", running.port, secret=SECRET, role="router", name="r")
+            new.start(lambda _: None)
+            await old.closed()
+            new.abort("the router dies")
+            await running.settle(lambda: not running.endpoint._routers)
+            assert running.endpoint.ledger.counts().num_requests == 1
+            running.now += 1000
+            running.endpoint.tick()
+            assert running.endpoint.ledger.counts().num_requests == 0
+
+    run(test)
+
+
 def test_a_newer_connection_of_the_same_router_replaces_the_older() -> None:
     async def test() -> None:
         async with cluster() as running:
@@ -233,6 +251,7 @@ def test_a_newer_connection_of_the_same_router_replaces_the_older() -> None:
         msgspec.msgpack.encode(Register(record("x"))),
         msgspec.msgpack.encode(Resume([])),
         msgspec.msgpack.encode({"type": "acquire", "key": "one", "num_requests": 1, "num_tokens": 0}),
+        b"\x82\xa4type\xa6resume\xa1x" + b"\x91" * 5000 + b"\xc0",
     ],
 )
 def test_a_router_that_talks_nonsense_is_cut_off_and_the_others_are_not(payload: bytes) -> None:
@@ -271,6 +290,34 @@ def test_a_rank_that_talks_nonsense_is_no_member_any_more() -> None:
             await rank.closed()
             await running.settle(lambda: running.endpoint.snapshot()["members"] == [])
             assert running.endpoint.num_malformed == 1
+
+    run(test)
+
+
+def test_the_snapshot_tells_what_was_ignored_and_refused() -> None:
+    async def test() -> None:
+        async with cluster() as running:
+            router = await running.router("r")
+            router.send(Release(99))
+            router.send(Acquire(1, 1, 0))
+            await router.next(Granted)
+            with pytest.raises(WireError):
+                await connect("127.0.0.1", running.port, secret=b"x" * 32, role="router", name="r")
+            await running.settle(lambda: running.endpoint.snapshot()["num_refused_connections"] == 1)
+            assert running.endpoint.snapshot()["num_ignored"] == 1
+
+    run(test)
+
+
+def test_a_failed_start_of_the_endpoint_is_tried_again() -> None:
+    async def test() -> None:
+        actor = ControlActor(SchedulerConfig(), SECRET, "192.0.2.1")  # reserved for documentation
+        with pytest.raises(OSError, match=r"192\.0\.2\.1"):
+            await actor.address()
+        actor._host = "127.0.0.1"
+        first, second = await asyncio.gather(actor.address(), actor.address())
+        assert first == second
+        await actor._endpoint.stop()
 
     run(test)
 

@@ -92,6 +92,18 @@ def test_an_idle_loop_answers_and_stops(harness: Harness) -> None:
     assert harness.loop.stop(TIMEOUT_S)
 
 
+def test_a_check_of_a_stopped_loop_fails_at_once(harness: Harness) -> None:
+    harness.submit()
+    assert harness.runner.entered.wait(TIMEOUT_S)
+    waiting: Future[None] = Future()
+    harness.loop.post(IntegrityCheck(waiting))
+    assert not harness.loop.stop(0.01)
+    harness.runner.go.set()
+    for check in (lambda: waiting.result(TIMEOUT_S), harness.check_integrity):
+        with pytest.raises(RuntimeError, match="the step loop ended: it was stopped"):
+            check()
+
+
 def test_integrity_check_tells_what_is_wrong_and_the_loop_goes_on(harness: Harness) -> None:
     harness.runner.go.set()
     harness.check_integrity()
@@ -109,5 +121,7 @@ def test_a_broken_scheduler_ends_the_loop_with_a_reason(harness: Harness) -> Non
     harness.submit(stop=("x",))
     reason = harness.crashes.get(timeout=TIMEOUT_S)
     assert reason == harness.loop.crash == "AssertionError: no request of this test has stop strings"
+    with pytest.raises(RuntimeError, match="the step loop ended: AssertionError: no request of this test"):
+        harness.check_integrity()
     assert harness.loop.stop(TIMEOUT_S)
     assert harness.crashes.empty()

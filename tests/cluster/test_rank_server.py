@@ -19,6 +19,7 @@ from cluster import rank_server
 from cluster.rank_loop import MAX_CONSECUTIVE_FAILURES
 from cluster.rank_server import RankServer
 from kv_transfer.connection import Connection, Listener, connect
+from kv_transfer.wire import WireError
 from model_runner.simulated import SimulatedRunner, expected_tokens
 from rank_scheduler.config import CacheConfig, SchedulerConfig
 from rank_scheduler.messages import Abort, End, FinishReason, RankLoad, SamplingParams, StepFrame, Submit
@@ -70,7 +71,11 @@ class Runner(SimulatedRunner):
         self.num_failures = 0
         """So many of the next steps fail."""
         self.entered = threading.Semaphore(0)
+        self.num_closed = 0
         self._permits = threading.Semaphore(0)
+
+    def close(self) -> None:
+        self.num_closed += 1
 
     def execute(self, plan: StepPlan) -> StepResult:
         if self.held:
@@ -445,6 +450,7 @@ def test_duplicates_and_aborts_of_strangers_are_ignored(tokenizer_path: Path) ->
             router.send(Abort(1))
             router.submit(3)
             await router.end_of(3)
+            assert rank.server.stats()["num_ignored_messages"] == 4
             assert router.ends.keys() == {1, 3}
             assert other.ends.keys() == {2}
 
@@ -487,6 +493,24 @@ def test_malformed_message_closes_its_connection_only(tokenizer_path: Path, payl
             assert (await good.end_of(1)).reason is FinishReason.LENGTH
             assert good.tokens[1] == expected_tokens(PROMPT, 100, VOCAB_SIZE)
             assert rank.server.stats()["num_malformed_messages"] == 1
+
+    run(test)
+
+
+def test_only_routers_are_served(tokenizer_path: Path) -> None:
+    async def test() -> None:
+        async with running_rank(tokenizer_path) as rank:
+            assert rank.record is not None
+            host, port = rank.record.host, rank.record.port
+            stranger = await connect(host, port, secret=SECRET, role="rank", name="another")
+            stranger.start(lambda _: None)
+            async with asyncio.timeout(TIMEOUT_S):
+                await stranger.closed
+            with pytest.raises(WireError):
+                await connect(host, port, secret=b"wrong", role="router", name="r")
+            await rank.settle(lambda: rank.server.stats()["num_refused_connections"] == 1)
+            assert rank.server.stats()["num_malformed_messages"] == 1
+            assert rank.server.stats()["num_connections"] == 0
 
     run(test)
 
@@ -576,6 +600,26 @@ def test_control_that_is_not_found(tokenizer_path: Path, monkeypatch: pytest.Mon
     run(test)
 
 
+def test_a_crash_before_the_registration_ends_the_start_at_once(tokenizer_path: Path) -> None:
+    async def test() -> None:
+        rank = Rank(tokenizer_path)
+        rank.control.answers = False
+        await rank.control.open()
+        starting = asyncio.create_task(asyncio.to_thread(rank.server.start))
+        rank.record = await rank.control.registration()
+        router = await rank.router()
+        rank.runner.num_failures = MAX_CONSECUTIVE_FAILURES
+        for request_id in range(MAX_CONSECUTIVE_FAILURES):
+            router.submit(request_id)
+            assert (await router.end_of(request_id)).reason is FinishReason.ERROR
+        with pytest.raises(RuntimeError, match="the step loop ended: RuntimeError: the device fell over"):
+            await starting
+        assert rank.runner.num_closed
+        await rank.stop()
+
+    run(test)
+
+
 def test_address_that_cannot_be_listened_on(tokenizer_path: Path) -> None:
     async def test() -> None:
         rank = Rank(tokenizer_path)
@@ -621,6 +665,8 @@ def test_rank_gives_up_after_failures_in_a_row(tokenizer_path: Path) -> None:
         await idle.closed()
         with pytest.raises(RuntimeError, match="the step loop ended: RuntimeError: the device fell over"):
             rank.server.check_health()
+        with pytest.raises(RuntimeError, match="the step loop ended: RuntimeError: the device fell over"):
+            await rank.check_integrity()
         await rank.stop()
 
     run(test)
@@ -641,8 +687,10 @@ def test_stop_ends_threads_and_connections(tokenizer_path: Path, is_busy: bool) 
         # The connections close while the step is still being computed; what it brings then has nowhere to go.
         await router.closed()
         assert router.ends == {}
+        assert not is_busy or not rank.runner.num_closed
         rank.runner.let_all_go()
         await stopping
+        assert rank.runner.num_closed == 1
         assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("rank-")]
         with pytest.raises(RuntimeError, match="the I/O thread ended"):
             rank.server.check_health()
