@@ -100,11 +100,14 @@ class ClusterConfig(_Section):
         """CPU threads for one rank of `pool` on a node with `num_cores` cores."""
         return self.pools[pool].threads_per_rank or max(1, num_cores // self.num_ranks)
 
-    def memory_share_of(self, pool: str) -> float:
-        """The part of its device's memory that one rank of `pool` may plan with: ranks on the CPU share the node's."""
+    def memory_budget_of(self, pool: str, available_bytes: int) -> int | None:
+        """What one rank of `pool` may take of its node's `available_bytes`, in bytes: ranks on the CPU share them.
+
+        None for a rank that has a device of its own.
+        """
         if self.pools[pool].device == "cuda":
-            return 1.0
-        return 1.0 / sum(settings.num_ranks for settings in self.pools.values() if settings.device == "cpu")
+            return None
+        return available_bytes // sum(each.num_ranks for each in self.pools.values() if each.device == "cpu")
 
 
 def load_config(path: Path | None, overrides: Mapping[str, object] | None = None) -> ClusterConfig:

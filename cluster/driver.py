@@ -46,8 +46,8 @@ START_TIMEOUT_S = 600.0
 HTTP_TIMEOUT_S = 30.0
 POLL_INTERVAL_S = 0.3
 CALL_TIMEOUT_S = 30.0
-# Together less than the supervisor waits before it kills.
-STREAMS_TIMEOUT_S = 1.5
+# Of an orderly end, whatever hangs: streams, Serve and Ray share it, in this order, each leaving the next its part.
+SHUTDOWN_TIMEOUT_S = 7.0
 SERVE_SHUTDOWN_TIMEOUT_S = 3.5
 RAY_SHUTDOWN_TIMEOUT_S = 2.0
 
@@ -218,6 +218,7 @@ class Driver:
         from ray import serve
 
         from cluster.application import APPLICATION_NAME, build
+        from model_runner.memory import available_memory_bytes
 
         application = build(
             self._config,
@@ -226,6 +227,7 @@ class Driver:
             max_model_len=model.max_model_len,
             secret=secret,
             num_cores=num_cores(),
+            available_bytes=available_memory_bytes(),
         )
         serve.run_many(
             [serve.RunTarget(application, name=APPLICATION_NAME, route_prefix="/")],
@@ -332,18 +334,21 @@ class Driver:
         from ray import serve
 
         self._progress.line("stopping: ending streams, then Serve, then Ray")
+        ray_ends_by = time.monotonic() + SHUTDOWN_TIMEOUT_S
+        serve_ends_by = ray_ends_by - RAY_SHUTDOWN_TIMEOUT_S
         with contextlib.suppress(Exception):
-            if ray.get(self._control.begin_shutdown.remote(), timeout=STREAMS_TIMEOUT_S):
-                self._await_streams()
+            self._end_streams(serve_ends_by - SERVE_SHUTDOWN_TIMEOUT_S)
         # Ray tells of each actor that ends, on this process's output, as of a failure.
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            _within(SERVE_SHUTDOWN_TIMEOUT_S, serve.shutdown)
-            _within(RAY_SHUTDOWN_TIMEOUT_S, ray.shutdown)
+            _by(serve_ends_by, serve.shutdown)
+            _by(ray_ends_by, ray.shutdown)
 
-    def _await_streams(self) -> None:
+    def _end_streams(self, deadline: float) -> None:
+        """Have the routers end their streams, and wait until no request is left."""
         import ray
 
-        deadline = time.monotonic() + STREAMS_TIMEOUT_S
+        if not ray.get(self._control.begin_shutdown.remote(), timeout=deadline - time.monotonic()):
+            return
         while (left := deadline - time.monotonic()) > 0:
             if ray.get(self._control.snapshot.remote(), timeout=left)["counts"]["num_requests"] == 0:
                 return
@@ -363,7 +368,7 @@ def _last_line(error: Exception) -> str:
     return str(error).strip().rpartition("\n")[2]
 
 
-def _within(timeout_s: float, action: Callable[[], object]) -> None:
+def _by(deadline: float, action: Callable[[], object]) -> None:
     """Run `action`, but do not wait for it any longer than this: what it leaves behind is killed afterwards."""
 
     def attempt() -> None:
@@ -372,7 +377,7 @@ def _within(timeout_s: float, action: Callable[[], object]) -> None:
 
     thread = threading.Thread(target=attempt, daemon=True)
     thread.start()
-    thread.join(timeout_s)
+    thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def _watch_supervisor(run_dir: Path, stop: threading.Event, orphaned: threading.Event) -> None:
@@ -380,7 +385,7 @@ def _watch_supervisor(run_dir: Path, stop: threading.Event, orphaned: threading.
     sys.stdin.buffer.read()
     orphaned.set()
     stop.set()
-    time.sleep(STREAMS_TIMEOUT_S + SERVE_SHUTDOWN_TIMEOUT_S + RAY_SHUTDOWN_TIMEOUT_S)
+    time.sleep(SHUTDOWN_TIMEOUT_S)
     _clean_up(run_dir)
     os._exit(EXIT_FAILED)
 

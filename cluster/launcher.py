@@ -22,12 +22,20 @@ from typing import Literal, Self
 from rich.console import Console
 
 from cluster.config import ClusterConfig
-from cluster.driver import EXIT_FAILED, EXIT_NO_HA_PROXY, EXIT_STOPPED, RUN_FILE, DriverRequest
+from cluster.driver import (
+    EXIT_FAILED,
+    EXIT_NO_HA_PROXY,
+    EXIT_STOPPED,
+    RUN_FILE,
+    SHUTDOWN_TIMEOUT_S,
+    DriverRequest,
+)
 from cluster.environment import check_port, num_cores, run_environment, why_no_ha_proxy
 from cluster.processes import kill_run
 from cluster.progress import Progress
 
-STOP_TIMEOUT_S = 8.0
+# The driver's own deadline comes first; then there is time left for its exit.
+STOP_TIMEOUT_S = SHUTDOWN_TIMEOUT_S + 1.0
 KILL_TIMEOUT_S = 5.0
 # Ray and HAProxy put unix sockets up to 90 characters below the run's directory; the system allows 107 in all.
 MAX_TEMP_DIR_LENGTH = 20

@@ -12,7 +12,7 @@ from typing import Any
 import ray
 
 from cluster.config import ClusterConfig
-from cluster.control import CONTROL_NAME, CONTROL_NAMESPACE
+from cluster.control_client import ControlClient
 from cluster.rank_server import RankServer
 from cluster.serve_grpc import keep_on_loopback
 
@@ -25,23 +25,34 @@ class Rank:
 
     # Serve awaits the constructor.
     async def __init__(  # type: ignore[misc]
-        self, config: ClusterConfig, pool: str, model_dir: str, num_threads: int, memory_share: float, secret: bytes
+        self,
+        config: ClusterConfig,
+        pool: str,
+        model_dir: str,
+        num_threads: int,
+        memory_budget_bytes: int | None,
+        secret: bytes,
     ) -> None:
+        """`memory_budget_bytes`: this rank's part of its device's memory; None: what is free there."""
         keep_on_loopback()
-        self._control = ray.get_actor(CONTROL_NAME, namespace=CONTROL_NAMESPACE)
+        self._control = ControlClient()
         try:
             # Loading blocks for seconds to minutes; Serve's own calls to this process go on meanwhile.
             self._server = await asyncio.to_thread(
-                self._load_and_start, config, pool, Path(model_dir), num_threads, memory_share, secret
+                self._load_and_start, config, pool, Path(model_dir), num_threads, memory_budget_bytes, secret
             )
         except Exception as error:
-            # Serve would only retry and tell nobody; whoever started the cluster wants the reason.
-            is_final = isinstance(error, ValueError | FileNotFoundError)
-            await self._control.report_failed_start.remote(pool, f"{type(error).__name__}: {error}", is_final)
+            await self._control.report_failed_start(pool, error)
             raise
 
     def _load_and_start(
-        self, config: ClusterConfig, pool: str, model_dir: Path, num_threads: int, memory_share: float, secret: bytes
+        self,
+        config: ClusterConfig,
+        pool: str,
+        model_dir: Path,
+        num_threads: int,
+        memory_budget_bytes: int | None,
+        secret: bytes,
     ) -> RankServer:
         # Whoever deploys this class imports this module, but only a rank needs torch.
         from model_runner.torch_runner import TorchRunner
@@ -54,7 +65,7 @@ class Rank:
             device=config.pools[pool].device,
             num_threads=num_threads,
             max_model_len=config.model.max_model_len,
-            memory_share=memory_share,
+            memory_budget_bytes=memory_budget_bytes,
         )
         server = RankServer(
             runner,
@@ -63,18 +74,13 @@ class Rank:
             cache=config.cache,
             pool=pool,
             secret=secret,
-            control_address=self._control_address,
+            control_address=self._control.address,
             advertise_host=ray.util.get_node_ip_address(),
             node_id=ray.get_runtime_context().get_node_id(),
             tokenizer_path=model_dir / "tokenizer.json",
         )
         server.start()
         return server
-
-    async def _control_address(self) -> tuple[str, int]:
-        """Where the control actor listens now; a restarted one listens elsewhere."""
-        host, port = await self._control.address.remote()
-        return host, port
 
     def check_health(self) -> None:
         """Raises RuntimeError with the reason if the step loop died or makes no progress."""

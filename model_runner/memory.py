@@ -11,7 +11,7 @@ from rank_scheduler.config import CacheConfig, SchedulerConfig
 GIB = 1 << 30
 DEFAULT_POOL_SIZE_BYTES = 2 * GIB
 DEFAULT_POOL_SHARE = 0.3
-"""Of the memory that is free, for a rank's pool unless the configuration says otherwise."""
+"""Of the rank's memory, for its pool unless the configuration says otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,20 +34,20 @@ def plan_memory(
     max_model_len: int,
     dtype_size_bytes: int,
     available_bytes: int,
-    memory_share: float,
+    budget_bytes: int | None = None,
 ) -> MemoryPlan:
-    """Blocks for the pool. `memory_share`: this rank's part of `available_bytes`, in (0, 1].
+    """Blocks for the pool. `budget_bytes`: this rank's part of the memory, None: all of `available_bytes`.
 
-    Raises ValueError, naming the fields to change, if weights, pool and workspace do not fit into the share.
+    The pool's size follows from the budget, not from what happens to be free, so that a rank that replaces another
+    is like it. Raises ValueError, naming the fields to change, if weights, pool and workspace do not fit into the
+    budget and into what is free now.
     """
-    if not 0 < memory_share <= 1:
-        raise ValueError(f"memory_share is {memory_share}, and must lie in (0, 1]")
     block_bytes = (
         2 * config.num_hidden_layers * cache.block_size * config.num_key_value_heads * config.head_dim
     ) * dtype_size_bytes
     weights_bytes = config.num_held_parameters * dtype_size_bytes
     workspace_bytes = _workspace_size_bytes(config, scheduler, max_model_len, dtype_size_bytes)
-    share_bytes = int(available_bytes * memory_share)
+    budget_bytes = available_bytes if budget_bytes is None else budget_bytes
     # One sequence of the full length, and the null block.
     needed_blocks = -(-max_model_len // cache.block_size) + 1
 
@@ -62,15 +62,16 @@ def plan_memory(
                 f"({cache.block_size})"
             )
     else:
-        default_bytes = min(DEFAULT_POOL_SIZE_BYTES, int(share_bytes * DEFAULT_POOL_SHARE))
+        default_bytes = min(DEFAULT_POOL_SIZE_BYTES, int(budget_bytes * DEFAULT_POOL_SHARE))
         num_blocks, wanted = max(default_bytes // block_bytes, needed_blocks, 2), "max_model_len"
     plan = MemoryPlan(num_blocks, block_bytes, weights_bytes, workspace_bytes)
     total = plan.weights_size_bytes + plan.pool_size_bytes + plan.workspace_size_bytes
-    if total > share_bytes:
+    if total > min(budget_bytes, available_bytes):
         raise ValueError(
             f"the model does not fit: weights {_gib(plan.weights_size_bytes)}, KV pool {_gib(plan.pool_size_bytes)} "
             f"({num_blocks} blocks) and workspace {_gib(plan.workspace_size_bytes)} make {_gib(total)}, and "
-            f"{_gib(share_bytes)} are there ({memory_share:.0%} of {_gib(available_bytes)}): lower {wanted} "
+            f"{_gib(min(budget_bytes, available_bytes))} are there (this rank's part {_gib(budget_bytes)}, free now "
+            f"{_gib(available_bytes)}): lower {wanted} "
             f"({_value(cache, wanted, max_model_len)}), max_num_batched_tokens ({scheduler.max_num_batched_tokens}) "
             f"or max_num_seqs ({scheduler.max_num_seqs}), or free memory"
         )

@@ -41,9 +41,11 @@ class TorchRunner:
         device: DeviceName = "cpu",
         num_threads: int | None = None,
         max_model_len: int | None = None,
-        memory_share: float = 1.0,
+        memory_budget_bytes: int | None = None,
     ) -> None:
-        """`num_threads` is set for the whole process, None leaves torch's choice; `max_model_len` None: the model's."""
+        """`num_threads` is set for the whole process, None leaves torch's choice; `max_model_len` None: the model's;
+        `memory_budget_bytes` None: what is free on the device.
+        """
         self._model_dir = model_dir
         self._scheduler = scheduler
         self._cache = cache
@@ -51,7 +53,7 @@ class TorchRunner:
         self._device_name: DeviceName = device
         self._num_threads = num_threads
         self._max_model_len = max_model_len
-        self._memory_share = memory_share
+        self._memory_budget_bytes = memory_budget_bytes
         self._model: LlamaModel | None = None
         self._pool: KvPool | None = None
         self._batch: PersistentBatch | None = None
@@ -80,7 +82,7 @@ class TorchRunner:
             max_model_len=max_model_len,
             dtype_size_bytes=dtype.itemsize,
             available_bytes=torch.cuda.mem_get_info()[0] if device.type == "cuda" else available_memory_bytes(),
-            memory_share=self._memory_share,
+            budget_bytes=self._memory_budget_bytes,
         )
         ignored = frozenset({"lm_head.weight"}) if config.tie_word_embeddings else frozenset[str]()
         tensors = load_tensors(self._model_dir, expected_tensors(config), ignored, dtype)

@@ -99,9 +99,9 @@ def test_config_is_frozen() -> None:
 def test_cores_and_memory_are_shared_among_ranks() -> None:
     config = load_config(None, {"pools.*.num_ranks": 3})
     assert [config.threads_of("mixed", cores) for cores in (1, 2, 6, 8)] == [1, 1, 2, 2]
-    assert config.memory_share_of("mixed") == pytest.approx(1 / 3)
+    assert config.memory_budget_of("mixed", 9000) == 3000
     assert load_config(None, {"pools.*.threads_per_rank": 5}).threads_of("mixed", 2) == 5
-    assert load_config(None, {"pools.*.device": "cuda"}).memory_share_of("mixed") == 1.0
+    assert load_config(None, {"pools.*.device": "cuda"}).memory_budget_of("mixed", 9000) is None
 
 
 def test_the_example_is_a_valid_configuration() -> None:

@@ -37,7 +37,6 @@ def plan(available_gib: float, **options: Any) -> MemoryPlan:
         "cache": CacheConfig(),
         "max_model_len": 8192,
         "dtype_size_bytes": 4,
-        "memory_share": 1.0,
     } | options
     return plan_memory(SMOLLM2, available_bytes=int(available_gib * GIB), **arguments)
 
@@ -45,9 +44,20 @@ def plan(available_gib: float, **options: Any) -> MemoryPlan:
 def test_default_pool_is_a_bounded_share() -> None:
     assert plan(100).pool_size_bytes == pytest.approx(2 * GIB, rel=0.01)
     assert plan(4).pool_size_bytes == pytest.approx(1.2 * GIB, rel=0.01)
-    assert plan(8, memory_share=0.5).pool_size_bytes == pytest.approx(1.2 * GIB, rel=0.01)
+    assert plan(8, budget_bytes=4 * GIB).pool_size_bytes == pytest.approx(1.2 * GIB, rel=0.01)
     # A sequence of the full length fits, and the null block beside it.
     assert plan(1.1).num_blocks == 8192 // 16 + 1
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
+def test_a_rank_that_replaces_another_fits_and_is_like_it(num_ranks: int) -> None:
+    """However little the other ranks leave: their parts and its own make up what was free before they started."""
+    free = num_ranks * 5 * GIB // 2
+    budget = free // num_ranks
+    first = plan(free / GIB, budget_bytes=budget)
+    others = (num_ranks - 1) * budget
+    assert plan((free - others) / GIB, budget_bytes=budget) == first
+    assert first.pool_size_bytes == pytest.approx(0.75 * GIB, rel=0.01)
 
 
 def test_configured_pool() -> None:
@@ -64,7 +74,8 @@ def test_configured_pool() -> None:
         (2, {"cache": CacheConfig(memory_gib=3)}, r"lower memory_gib \(3\.0\)"),
         (2, {"cache": CacheConfig(num_blocks=9000)}, r"9000 blocks.*lower num_blocks \(9000\)"),
         (2, {"cache": CacheConfig(memory_gib=0.001)}, r"memory_gib \(0\.001\) holds 1 blocks.*raise memory_gib"),
-        (2, {"memory_share": 0.0}, r"memory_share is 0\.0"),
+        (9, {"budget_bytes": GIB // 2}, r"0\.50 GiB are there \(this rank's part 0\.50 GiB, free now 9\.00 GiB\)"),
+        (0.5, {"budget_bytes": 9 * GIB}, r"0\.50 GiB are there \(this rank's part 9\.00 GiB, free now 0\.50 GiB\)"),
     ],
 )
 def test_refusals_say_what_to_change(available_gib: float, options: dict[str, Any], message: str) -> None:
