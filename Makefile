@@ -24,6 +24,8 @@ clean:
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
 .venv/bin/python:
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("serried needs Python 3.11 or newer, and \
+	$(PYTHON) is %s: name one, as in make serve PYTHON=python3.12" % sys.version.split()[0])'
 	$(PYTHON) -m venv .venv
 
 # torch first, and as a version that is a CPU build: a plain `torch` would bring gigabytes of CUDA.
