@@ -1,12 +1,12 @@
 """A request's way in and out: OpenAI-compatible HTTP, admission, placement, dispatch to ranks, streams.
 
 Owns: the HTTP surface (`http_api`, around it `http_edge`) and `/metrics` (`metrics`), validation (`protocol`),
-text and tokens (`tokenizer`, `detokenizer`), the router's side of the queue counts (`control_link`; the counts
+text and tokens (`tokenizer`, `detokenizer`, `token_lengths`), the router's side of the queue counts (`control_link`; the counts
 themselves are `ledger`, which the control actor runs), one connection per rank (`rank_pool`, `rank_link`) and the
 life of each request (`request_flow`). `service` puts these together.
 
-Concurrency: one event loop. The only thread is one worker in which long prompts are encoded, so that a large
-prompt does not hold up other requests' tokens. Frames from ranks are handled in callbacks; a request's own task
+Concurrency: one event loop. The only thread is one worker in which long texts are encoded and decoded, so that a
+large prompt does not hold up other requests' tokens. Frames from ranks are handled in callbacks; a request's own task
 is woken at most once per turn of the loop, whatever number of tokens has come, and no task exists per token.
 
 A request: `http_api` parses it (`protocol`) → `request_flow` counts its sequences (`control_link.acquire`),

@@ -23,7 +23,7 @@ def _byte_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in kept} | {chr(0x100 + i): byte for i, byte in enumerate(moved)}
 
 
-_BYTE_OF = _byte_alphabet()
+BYTE_OF = _byte_alphabet()
 
 
 class TokenTable(dict[int, bytes]):
@@ -53,7 +53,7 @@ class TokenTable(dict[int, bytes]):
     @staticmethod
     def _byte_level(token: str) -> bytes:
         try:
-            return bytes(_BYTE_OF[character] for character in token)
+            return bytes(BYTE_OF[character] for character in token)
         except KeyError:  # an added token, which stands for itself
             return token.encode()
 

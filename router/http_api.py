@@ -21,6 +21,7 @@ from router.errors import ApiError, Cause, invalid
 from router.formats import ChatFormat, CompletionFormat, Format
 from router.http_edge import HttpEdge
 from router.protocol import (
+    MAX_TOKENIZE_CHARACTERS,
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -84,10 +85,9 @@ def _add_token_routes(app: FastAPI, service: RouterService) -> None:
         else:
             text = asked.prompt or ""
         add_special_tokens = asked.messages is None if asked.add_special_tokens is None else asked.add_special_tokens
+        _check_length(text, "prompt" if asked.messages is None else "messages")
         token_ids = await tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        token_strs = (
-            [tokenizer.table[i].decode(errors="replace") for i in token_ids] if asked.return_token_strs else None
-        )
+        token_strs = await tokenizer.token_strs(token_ids) if asked.return_token_strs else None
         return _json(
             {
                 "count": len(token_ids),
@@ -106,7 +106,7 @@ def _add_token_routes(app: FastAPI, service: RouterService) -> None:
             raise invalid(
                 f"tokens: token id {largest} is not in the model's vocabulary of {tokenizer.vocab_size}", "tokens"
             )
-        return _json({"prompt": tokenizer.decode(asked.tokens)})
+        return _json({"prompt": await tokenizer.decode(asked.tokens)})
 
 
 def _add_operation_routes(app: FastAPI, service: RouterService) -> None:
@@ -183,6 +183,13 @@ def _check_model(service: RouterService, name: str | None) -> None:
     if name is not None and name != known:
         shown = name if len(name) <= 200 else f"{name[:200]}…"
         raise ApiError(Cause.MODEL_NOT_FOUND, f"model: {shown!r} is not served here; use {known!r}", "model")
+
+
+def _check_length(text: str, param: str) -> None:
+    if len(text) > MAX_TOKENIZE_CHARACTERS:
+        raise invalid(
+            f"{param}: has {len(text)} characters, at most {MAX_TOKENIZE_CHARACTERS} are allowed; split the text", param
+        )
 
 
 def _json(content: Any, status: int = 200) -> Response:

@@ -15,8 +15,17 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SkipValidati
 from router.errors import ApiError, invalid
 
 MAX_NUM_MESSAGES = 4_096
-MAX_NUM_CHOICES = 128
-MAX_NUM_PROMPTS = 128
+MAX_NUM_SEQUENCES = 128
+"""Of one request: prompts × choices."""
+MAX_NUM_PROMPT_TOKENS = 1 << 20
+"""Of one request, over all its sequences.
+
+They are submitted in one go. With them, its stop strings and MAX_NUM_SEQUENCES, no request comes near
+`connection.MAX_SEND_BUFFER_BYTES`, beyond which a rank's connection, and with it everybody's stream, is cut.
+"""
+MAX_TOKENIZE_CHARACTERS = 1 << 19
+MAX_NUM_DETOKENIZE_TOKENS = 1 << 17
+"""Of /tokenize and /detokenize, which admission does not count: about the context of a 128k model."""
 MAX_NUM_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 1_024
 MAX_NUM_STOP_TOKEN_IDS = 128
@@ -106,8 +115,8 @@ def _prompts(value: Any) -> Any:
     if not isinstance(value, list) or not value:
         raise ValueError("must be a string, a list of strings, a list of token ids or a list of such lists, not empty")
     prompts = [value] if _is_token_ids(value) else value
-    if len(prompts) > MAX_NUM_PROMPTS:
-        raise ValueError(f"has {len(prompts)} prompts, at most {MAX_NUM_PROMPTS} are allowed")
+    if len(prompts) > MAX_NUM_SEQUENCES:
+        raise ValueError(f"has {len(prompts)} prompts, at most {MAX_NUM_SEQUENCES} are allowed")
     for index, prompt in enumerate(prompts):
         if not isinstance(prompt, str) and not _is_token_ids(prompt):
             raise ValueError(f"prompt {index} is neither a string nor a list of token ids")
@@ -144,7 +153,7 @@ _StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)
 class GenerateRequest(_Strict):
     """What chat and text completions have in common."""
 
-    model: str
+    model: str | None = None
     max_tokens: int | None = Field(default=None, ge=1)
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, gt=0, le=1)
@@ -153,7 +162,7 @@ class GenerateRequest(_Strict):
     seed: int | None = Field(default=None, ge=-(2**63), le=2**63 - 1)
     stop: Annotated[list[_StopString], Field(max_length=MAX_NUM_STOP_STRINGS), BeforeValidator(_texts)] = []
     stop_token_ids: list[Annotated[int, Field(ge=0)]] | None = Field(default=None, max_length=MAX_NUM_STOP_TOKEN_IDS)
-    n: int | None = Field(default=None, ge=1, le=MAX_NUM_CHOICES)
+    n: int | None = Field(default=None, ge=1, le=MAX_NUM_SEQUENCES)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None
@@ -165,6 +174,14 @@ class GenerateRequest(_Strict):
     def num_choices(self) -> int:
         """Choices per prompt."""
         return self.n or 1
+
+    @property
+    def num_prompts(self) -> int:
+        return 1
+
+    @property
+    def num_sequences(self) -> int:
+        return self.num_prompts * self.num_choices
 
     @property
     def include_usage(self) -> bool:
@@ -225,8 +242,22 @@ class CompletionRequest(GenerateRequest):
     logprobs: int | None = Field(default=None, ge=0, le=MAX_NUM_LOGPROBS)
 
     @property
+    def num_prompts(self) -> int:
+        return len(self.prompt)
+
+    @property
     def num_logprobs(self) -> int | None:
         return self.logprobs
+
+    def check(self) -> None:
+        super().check()
+        if self.num_sequences > MAX_NUM_SEQUENCES:
+            raise invalid(
+                f"n: {self.num_choices} choices for each of {self.num_prompts} prompts (field prompt) are "
+                f"{self.num_sequences} sequences, at most {MAX_NUM_SEQUENCES} are allowed in one request; lower n, or "
+                "send the prompts in several requests",
+                "n",
+            )
 
 
 class TokenizeRequest(_Strict):
@@ -247,7 +278,7 @@ class TokenizeRequest(_Strict):
 
 class DetokenizeRequest(_Strict):
     model: str | None = None
-    tokens: list[Annotated[int, Field(ge=0)]]
+    tokens: list[Annotated[int, Field(ge=0)]] = Field(max_length=MAX_NUM_DETOKENIZE_TOKENS)
 
     def check(self) -> None:
         pass

@@ -18,7 +18,12 @@ from router.choice import Choice, Delta
 from router.control_link import ControlLink
 from router.errors import ApiError, Cause, invalid
 from router.metrics import RouterMetrics
-from router.protocol import DEFAULT_COMPLETION_MAX_TOKENS, ChatCompletionRequest, CompletionRequest
+from router.protocol import (
+    DEFAULT_COMPLETION_MAX_TOKENS,
+    MAX_NUM_PROMPT_TOKENS,
+    ChatCompletionRequest,
+    CompletionRequest,
+)
 from router.rank_link import RankLink
 from router.rank_pool import RankPool
 from router.tokenizer import ChatTokenizer
@@ -82,16 +87,17 @@ class RequestFlow:
     async def begin(self) -> None:
         """Everything up to the submit. Raises ApiError if the request is refused."""
         request = self.request
-        num_prompts = len(request.prompt) if isinstance(request, CompletionRequest) else 1
         self._check_vocabulary(request.stop_token_ids or (), "stop_token_ids")
         self._key = self._control.new_key()
-        await self._control.acquire(self._key, num_prompts * request.num_choices, 0)
+        await self._control.acquire(self._key, request.num_sequences, 0)
         prompts = await self._tokenize()
         self.num_prompt_tokens = sum(map(len, prompts))
         max_tokens = [self._max_tokens(prompt) for prompt in prompts]
         for prompt in prompts:
             self._check_vocabulary(prompt, "prompt")
-        await self._control.acquire(self._key, 0, self.num_prompt_tokens * request.num_choices)
+        num_tokens = self.num_prompt_tokens * request.num_choices
+        self._check_size(num_tokens)
+        await self._control.acquire(self._key, 0, num_tokens)
         seed = request.seed if request.seed is not None else int.from_bytes(os.urandom(8), "little")
         for prompt_index, prompt in enumerate(prompts):
             link = await self._pool.pick()
@@ -184,15 +190,44 @@ class RequestFlow:
             text = self._tokenizer.render_chat(
                 messages, add_generation_prompt=request.add_generation_prompt is not False
             )
-            prompts = [await self._tokenizer.encode(text, add_special_tokens=False)]
+            prompts = [await self._encode(text, add_special_tokens=False)]
         else:
             prompts = []
             for prompt in request.prompt:
                 if isinstance(prompt, str):
-                    prompt = await self._tokenizer.encode(prompt, add_special_tokens=True)
+                    prompt = await self._encode(prompt, add_special_tokens=True)
                 prompts.append(prompt)
         self._raise_error()
         return prompts
+
+    async def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of `text`. Raises ApiError, without the work, if it is far too long for the model."""
+        at_least = self._tokenizer.min_num_tokens(text)
+        if at_least >= self._max_model_len:
+            raise self._too_long(f"has {len(text)} characters, which make {at_least} tokens or more")
+        return await self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def _check_size(self, num_tokens: int) -> None:
+        """`num_tokens`: of the prompts of all sequences."""
+        if num_tokens > MAX_NUM_PROMPT_TOKENS:
+            raise invalid(
+                f"n: {self.num_prompt_tokens} prompt tokens for each of {self.request.num_choices} choices are "
+                f"{num_tokens} tokens, at most {MAX_NUM_PROMPT_TOKENS} are allowed in one request; lower n, or send "
+                "fewer or shorter prompts",
+                "n" if self.request.num_choices > 1 else self._prompt_param,
+            )
+
+    @property
+    def _prompt_param(self) -> str:
+        return "messages" if isinstance(self.request, ChatCompletionRequest) else "prompt"
+
+    def _too_long(self, size: str) -> ApiError:
+        return ApiError(
+            Cause.CONTEXT_LENGTH_EXCEEDED,
+            f"{self._prompt_param}: {size}, the model's maximum length is {self._max_model_len} tokens "
+            "including at least one generated; shorten it",
+            self._prompt_param,
+        )
 
     def _check_vocabulary(self, token_ids: Sequence[int], param: str) -> None:
         vocab_size = self._tokenizer.vocab_size
@@ -203,18 +238,13 @@ class RequestFlow:
     def _max_tokens(self, prompt: Sequence[int]) -> int:
         """Tokens to generate for `prompt`. Raises ApiError if the model has no room for that."""
         request = self.request
-        param = "messages" if isinstance(request, ChatCompletionRequest) else "prompt"
+        param = self._prompt_param
         if not prompt:
             raise invalid(f"{param}: has no tokens; at least one is needed", param)
         room = self._max_model_len - len(prompt)
         asked = request.asked_max_tokens
         if room < 1:
-            raise ApiError(
-                Cause.CONTEXT_LENGTH_EXCEEDED,
-                f"{param}: has {len(prompt)} tokens, the model's maximum length is {self._max_model_len} tokens "
-                "including at least one generated; shorten it",
-                param,
-            )
+            raise self._too_long(f"has {len(prompt)} tokens")
         if asked is None:
             return room if isinstance(request, ChatCompletionRequest) else min(DEFAULT_COMPLETION_MAX_TOKENS, room)
         if asked > room:

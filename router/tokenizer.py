@@ -11,8 +11,9 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jinja2
 import jinja2.ext
@@ -23,9 +24,13 @@ from tokenizers import Tokenizer
 
 from router.detokenizer import token_table
 from router.errors import invalid
+from router.token_lengths import TokenLengths
 
-# Beyond this an encode would hold up the event loop by more than a few milliseconds.
+T = TypeVar("T")
+
+# Beyond these an encode or a decode would hold up the event loop by more than a few milliseconds.
 LONG_TEXT_CHARACTERS = 2_000
+LONG_NUM_TOKENS = 2_000
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -52,17 +57,24 @@ class ChatTokenizer:
         self._special_tokens = {name: _content(config[name]) for name in _SPECIAL_TOKENS if config.get(name)}
         self._template_source = _template_source(model_dir, config)
         self._template = None if self._template_source is None else _compile(self._template_source)
-        self._encoder = ThreadPoolExecutor(1, thread_name_prefix="encode")
+        self._lengths = TokenLengths(self.tokenizer)
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of `text`. A long one is encoded in the worker thread."""
-        if len(text) <= LONG_TEXT_CHARACTERS:
-            return self._encode(text, add_special_tokens)
-        return await asyncio.get_running_loop().run_in_executor(self._encoder, self._encode, text, add_special_tokens)
+        return await self._run(len(text) > LONG_TEXT_CHARACTERS, partial(self._encode, text, add_special_tokens))
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of all `token_ids`, special tokens included."""
-        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=False))
+    async def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of all `token_ids`, special tokens included. Many are decoded in the worker thread."""
+        return await self._run(len(token_ids) > LONG_NUM_TOKENS, partial(self._decode, token_ids))
+
+    async def token_strs(self, token_ids: Sequence[int]) -> list[str]:
+        """Each token's text; bytes that are no character on their own are U+FFFD. Many: in the worker thread."""
+        return await self._run(len(token_ids) > LONG_NUM_TOKENS, partial(self._token_strs, token_ids))
+
+    def min_num_tokens(self, text: str) -> int:
+        """`text` has at least so many tokens; found without encoding it."""
+        return self._lengths.min_num_tokens(text)
 
     def render_chat(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool) -> str:
         """Messages as the text that the model was trained on. Raises ApiError if the template refuses them."""
@@ -92,12 +104,23 @@ class ChatTokenizer:
             ) from None
 
     def close(self) -> None:
-        self._encoder.shutdown(wait=False, cancel_futures=True)
+        self._worker.shutdown(wait=False, cancel_futures=True)
+
+    async def _run(self, in_worker: bool, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._worker, work) if in_worker else work()
+
+    # The batch calls are the ones that let other threads run meanwhile.
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        # The batch call is the one that lets other threads run meanwhile.
         encodings = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return list(encodings[0].ids)
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return str(self.tokenizer.decode_batch([list(token_ids)], skip_special_tokens=False)[0])
+
+    def _token_strs(self, token_ids: Sequence[int]) -> list[str]:
+        table = self.table
+        return [table[token_id].decode(errors="replace") for token_id in token_ids]
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -83,6 +83,7 @@ CHAT_CASES: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
     "min_p 2": ({"min_p": 2}, "min_p", ("less than or equal to 1",)),
     "seed beyond int64": ({"seed": 2**63}, "seed", ("9223372036854775807",)),
     "n 0": ({"n": 0}, "n", ("got 0",)),
+    "n 129": ({"n": 129}, "n", ("less than or equal to 128", "got 129")),
     "n 1000": ({"n": 1000}, "n", ("less than or equal to 128", "got 1000")),
     "100 stop strings": ({"stop": ["x"] * 100}, "stop", ("at most 16", "100")),
     "empty stop string": ({"stop": ["a", ""]}, "stop[1]", ("at least 1",)),
@@ -127,6 +128,7 @@ COMPLETION_CASES: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
     "negative token": ({"prompt": [-1]}, "prompt", ("-1",)),
     "huge token": ({"prompt": [2**80]}, "prompt", ("vocabulary",)),
     "too many prompts": ({"prompt": ["a"] * 129}, "prompt", ("129", "128")),
+    "too many sequences": ({"prompt": ["a", "b"], "n": 65}, "n", ("65", "2 prompts", "130 sequences", "at most 128")),
     "logprobs 21": ({"logprobs": 21}, "logprobs", ("20",)),
     "logprobs true": ({"logprobs": True}, "logprobs", ("integer",)),
     "echo": ({"echo": True}, "echo", ("not supported",)),
@@ -205,11 +207,91 @@ async def test_prompts_longer_than_the_model(tmp_path: Path) -> None:
 
 
 @in_loop
+async def test_a_text_that_can_never_fit_is_not_encoded(tmp_path: Path) -> None:
+    async with running(tmp_path) as cluster:
+        encoded: list[int] = []
+        encode = cluster.service.tokenizer._encode
+
+        def watched(text: str, add_special_tokens: bool) -> list[int]:
+            encoded.append(len(text))
+            return encode(text, add_special_tokens)
+
+        cluster.service.tokenizer._encode = watched  # type: ignore[method-assign]
+        # The longest token of the tests' tokenizer, <|im_start|>, has 12 characters.
+        huge = "x" * 1_000_000
+        error = check_error(await cluster.complete(huge), 400, "context_length_exceeded", "1000000", "83334", "256")
+        assert error["param"] == "prompt"
+        error = check_error(await cluster.chat(huge), 400, "context_length_exceeded", "256")
+        assert error["param"] == "messages"
+        check_error(await cluster.complete(["a", huge]), 400, "context_length_exceeded", "256")
+        assert encoded == [1]
+        check_error(await cluster.complete("<|im_start|>" * 255 + "x"), 400, "context_length_exceeded", "256 tokens")
+        assert (await cluster.complete("<|im_start|>" * 255)).status_code == 200
+        await goes_on(cluster)
+
+
+@in_loop
+async def test_the_prompt_tokens_of_one_request_are_limited(tmp_path: Path) -> None:
+    async with running(tmp_path, max_model_len=20_000) as cluster:
+        error = check_error(
+            await cluster.complete([5] * 8193, n=128, max_tokens=1), 400, "invalid_request",
+            "8193", "128", "1048704", "1048576",
+        )  # fmt: skip
+        assert error["param"] == "n"
+        error = check_error(await cluster.complete([[5] * 15_000] * 70), 400, "invalid_request", "1050000", "1048576")
+        assert error["param"] == "prompt"
+        assert cluster.ranks[0].submits == []
+        await goes_on(cluster)
+
+
+@in_loop
+async def test_a_request_at_the_limit_leaves_other_streams_alive(tmp_path: Path) -> None:
+    async with running(tmp_path, max_model_len=20_000) as cluster:
+        rank = cluster.ranks[0]
+        rank.allowance = 1
+        async with cluster.client.stream(
+            "POST", "/v1/completions", json={"model": MODEL, "prompt": "hi", "stream": True}
+        ) as response:
+            lines = response.aiter_lines()
+            assert "H" in await anext(lines)
+            stop = ["\U0001f9ff" * 1024] * 16
+            large = asyncio.create_task(cluster.complete([5] * 8192, n=128, max_tokens=1, stop=stop))
+            await until(lambda: len(rank.submits) == 129)
+            rank.allow(float("inf"))
+            assert (await large).status_code == 200
+            assert [line async for line in lines][-2] == "data: [DONE]"
+        assert len(rank.connections) == 1
+
+
+@in_loop
+async def test_token_routes_have_limits(tmp_path: Path) -> None:
+    async with running(tmp_path) as cluster:
+        post = cluster.client.post
+        error = check_error(
+            await post("/detokenize", json={"tokens": [5] * 131_073}), 400, "invalid_request", "131072", "131073"
+        )
+        assert error["param"] == "tokens"
+        assert (await post("/detokenize", json={"tokens": [64] * 131_072})).json() == {"prompt": "a" * 131_072}
+        text = "x" * 524_289
+        error = check_error(await post("/tokenize", json={"prompt": text}), 400, "invalid_request", "524288", "524289")
+        assert error["param"] == "prompt"
+        messages = [{"role": "user", "content": text}]
+        error = check_error(await post("/tokenize", json={"messages": messages}), 400, "invalid_request", "524288")
+        assert error["param"] == "messages"
+        answer = (await post("/tokenize", json={"prompt": text[1:], "return_token_strs": True})).json()
+        assert answer["count"] == 524_288
+        assert set(answer["token_strs"]) == {"x"}
+
+
+@in_loop
 async def test_unknown_models_and_routes(tmp_path: Path) -> None:
     async with running(tmp_path) as cluster:
         assert (
             check_error(await cluster.chat(model="other"), 404, "model_not_found", "'other'", MODEL)["param"] == "model"
         )
+        assert (await cluster.client.post("/v1/completions", json={"prompt": "hi"})).status_code == 200
+        unnamed = await cluster.client.post("/v1/chat/completions", json={"messages": MESSAGES})
+        assert unnamed.json()["model"] == MODEL
         check_error(await cluster.client.get("/v1/nothing"), 404, "not_found", "/v1/nothing")
         wrong = await cluster.client.get("/v1/completions")
         check_error(wrong, 405, "method_not_allowed", "POST")

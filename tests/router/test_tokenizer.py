@@ -4,6 +4,8 @@ import asyncio
 import json
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -27,9 +29,37 @@ def test_long_and_short_texts_encode_alike(tmp_path: Path) -> None:
     tokenizer = ChatTokenizer(write_model_dir(tmp_path))
     short = asyncio.run(tokenizer.encode("aé", add_special_tokens=True))
     long = asyncio.run(tokenizer.encode("aé" * 5_000, add_special_tokens=True))
-    tokenizer.close()
     assert long == short * 5_000
-    assert tokenizer.decode(long) == "aé" * 5_000
+    assert asyncio.run(tokenizer.decode(long)) == "aé" * 5_000
+    assert asyncio.run(tokenizer.token_strs(long[:3])) == ["a", "\ufffd", "\ufffd"]
+    tokenizer.close()
+
+
+def test_only_what_is_quick_runs_on_the_event_loop(tmp_path: Path) -> None:
+    tokenizer = ChatTokenizer(write_model_dir(tmp_path))
+    threads: list[str] = []
+
+    def watch(name: str) -> None:
+        work: Callable[..., object] = getattr(tokenizer, name)
+
+        def watched(*args: object) -> object:
+            threads.append(threading.current_thread().name)
+            return work(*args)
+
+        setattr(tokenizer, name, watched)
+
+    for name in ("_encode", "_decode", "_token_strs"):
+        watch(name)
+
+    async def all_three(length: int) -> None:
+        token_ids = await tokenizer.encode("a" * length, add_special_tokens=True)
+        await tokenizer.decode(token_ids)
+        await tokenizer.token_strs(token_ids)
+
+    asyncio.run(all_three(10))
+    asyncio.run(all_three(10_000))
+    tokenizer.close()
+    assert threads == [threading.current_thread().name] * 3 + ["tokenizer_0"] * 3
 
 
 def test_names_that_templates_use(tmp_path: Path) -> None:
