@@ -11,22 +11,22 @@ import msgspec
 
 
 class Cause(StrEnum):
-    """Rejected: never queued, may be sent again as the status says. Dropped: was queued, may have had output."""
+    """Why a request has no answer, or no whole one. Whether a rank had it already is its flow's to say."""
 
-    # Rejected: the caller has to change the request.
+    # The caller has to change the request.
     INVALID_REQUEST = "invalid_request"
     NOT_FOUND = "not_found"
     METHOD_NOT_ALLOWED = "method_not_allowed"
     BODY_TOO_LARGE = "body_too_large"
     MODEL_NOT_FOUND = "model_not_found"
     CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
-    # Rejected: the same request may succeed later.
+    # The same request may succeed later.
     MAX_NUM_QUEUED_REQS = "max_num_queued_reqs"
     MAX_NUM_QUEUED_TOKENS = "max_num_queued_tokens"
     ADMISSION_UNAVAILABLE = "admission_unavailable"
     NO_RANK_AVAILABLE = "no_rank_available"
     SHUTTING_DOWN = "shutting_down"
-    # Dropped.
+    # It went wrong on the way.
     RANK_LOST = "rank_lost"
     RANK_ERROR = "rank_error"
     CLIENT_GONE = "client_gone"
@@ -100,6 +100,10 @@ class ApiError(Exception):
         """`Retry-After` in whole seconds, where the same request may succeed later."""
         retry_after_s = self.retry_after_s
         return {} if retry_after_s is None else {"retry-after": str(max(1, math.ceil(retry_after_s)))}
+
+
+class CountedError(Exception):
+    """An internal error, its `__cause__`, of a request that is already counted: to be logged and answered only."""
 
 
 def invalid(message: str, param: str | None = None) -> ApiError:

@@ -37,7 +37,12 @@ METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 def build_app(service: RouterService) -> FastAPI:
     """The application around `service`, which may be started before or after; requests need it started."""
     app = FastAPI(title="serried", docs_url=None, redoc_url=None)
-    app.add_middleware(HttpEdge, max_body_bytes=service.settings.max_body_bytes)
+    app.add_middleware(
+        HttpEdge,
+        max_body_bytes=service.settings.max_body_bytes,
+        send_timeout_s=service.settings.send_timeout_s,
+        count=service.metrics.rejected,
+    )
     _add_error_handlers(app, service)
     _add_generation_routes(app, service)
     _add_token_routes(app, service)
@@ -148,34 +153,38 @@ def _add_operation_routes(app: FastAPI, service: RouterService) -> None:
 
 
 def _add_error_handlers(app: FastAPI, service: RouterService) -> None:
+    """For what fails outside of a request's flow, which counts and answers its own failures."""
+
+    def refusal(error: ApiError) -> Response:
+        service.metrics.rejected(error)
+        return Response(error.body(), error.status, error.headers(), media_type="application/json")
+
     @app.exception_handler(ApiError)
     async def on_api_error(request: Request, error: ApiError) -> Response:
-        if request.url.path.startswith("/v1/") and request.method == "POST":
-            service.metrics.refused(error)
-        return _error(error)
+        return refusal(error)
 
     @app.exception_handler(HTTPException)
     async def on_http_error(request: Request, error: HTTPException) -> Response:
         place = f"{request.method} {request.url.path}"
         if error.status_code == 404:
-            return _error(ApiError(Cause.NOT_FOUND, f"no such route: {place}; see /openapi.json"))
+            return refusal(ApiError(Cause.NOT_FOUND, f"no such route: {place}; see /openapi.json"))
         if error.status_code == 405:
             allowed = (error.headers or {}).get("Allow", "")
-            response = _error(ApiError(Cause.METHOD_NOT_ALLOWED, f"{place} is not allowed; use {allowed}"))
+            response = refusal(ApiError(Cause.METHOD_NOT_ALLOWED, f"{place} is not allowed; use {allowed}"))
             response.headers["allow"] = allowed
             return response
-        response = _error(invalid(f"{place}: {error.detail}"))
+        response = refusal(invalid(f"{place}: {error.detail}"))
         response.status_code = error.status_code
         return response
 
     @app.exception_handler(RequestValidationError)
     async def on_validation_error(request: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
-        return _error(invalid(f"{'.'.join(map(str, first['loc']))}: {first['msg']}"))
+        return refusal(invalid(f"{'.'.join(map(str, first['loc']))}: {first['msg']}"))
 
     @app.exception_handler(ClientDisconnect)
     async def on_client_disconnect(request: Request, error: ClientDisconnect) -> Response:
-        return Response(status_code=400)  # nobody reads it
+        return refusal(ApiError(Cause.CLIENT_GONE, "the client left within its request"))  # nobody reads it
 
 
 def _check_model(service: RouterService, name: str | None) -> None:
@@ -194,10 +203,6 @@ def _check_length(text: str, param: str) -> None:
 
 def _json(content: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(content), status_code=status, media_type="application/json")
-
-
-def _error(error: ApiError) -> Response:
-    return Response(error.body(), status_code=error.status, headers=error.headers(), media_type="application/json")
 
 
 def _body_schema(kind: type[BaseModel]) -> dict[str, Any]:

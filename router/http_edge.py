@@ -1,4 +1,4 @@
-"""The outermost layer of the HTTP surface: body limit, request ids, and errors that nobody else has answered.
+"""The outermost layer of the HTTP surface: body limit, send deadline, request ids, errors nobody else has answered.
 
 Plain ASGI, since the layers that frameworks offer copy bodies and hide disconnects.
 """
@@ -9,10 +9,12 @@ import asyncio
 import logging
 import re
 import uuid
+from collections.abc import Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from router.errors import ApiError, Cause
+from router.errors import ApiError, Cause, CountedError
+from router.timed_send import ClientTooSlow, TimedSend
 
 logger = logging.getLogger(__name__)
 
@@ -28,11 +30,15 @@ class _BodyTooLarge(Exception):
 
 
 class HttpEdge:
-    """ASGI middleware around the whole application."""
+    """ASGI middleware around the whole application. `count` hears of each request that ends here."""
 
-    def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
+    def __init__(
+        self, app: ASGIApp, *, max_body_bytes: int, send_timeout_s: float, count: Callable[[ApiError], None]
+    ) -> None:
         self._app = app
         self._max_body_bytes = max_body_bytes
+        self._send_timeout_s = send_timeout_s
+        self._count = count
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -44,13 +50,14 @@ class HttpEdge:
             request_id = uuid.uuid4().hex.encode()
         has_started = False
         num_received = 0
+        timed_send = TimedSend(send, self._send_timeout_s)
 
         async def send_with_id(message: Message) -> None:
             nonlocal has_started
             if message["type"] == "http.response.start":
                 has_started = True
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
-            await send(message)
+            await timed_send(message)
 
         async def receive_limited() -> Message:
             nonlocal num_received
@@ -60,29 +67,36 @@ class HttpEdge:
                 raise _BodyTooLarge
             return message
 
-        announced = headers.get(b"content-length", b"0")
-        if not announced.isdigit() or int(announced) > self._max_body_bytes:
-            await self._refuse_body(announced.decode("latin-1"), receive, send_with_id)
-            return
         try:
+            announced = headers.get(b"content-length", b"0")
+            if not announced.isdigit() or int(announced) > self._max_body_bytes:
+                await self._refuse_body(announced.decode("latin-1"), receive, send_with_id)
+                return
             await self._app(scope, receive_limited, send_with_id)
         except _BodyTooLarge:
             if not has_started:
                 await self._refuse_body(f"more than {num_received}", receive, send_with_id)
-        except Exception:
+        except ClientTooSlow as too_slow:
+            self._count(ApiError(Cause.CLIENT_GONE, str(too_slow)))  # the server closes the connection
+        except Exception as failure:
             logger.exception("request %s failed", request_id.decode())
-            if has_started:
-                raise  # the server cuts the connection, which tells the client that the answer is not whole
             error = ApiError(
                 Cause.INTERNAL_ERROR, f"internal error; the router's log says more under {request_id.decode()}"
             )
+            if not isinstance(failure, CountedError):
+                self._count(error)
+            if has_started:
+                raise  # the server cuts the connection, which tells the client that the answer is not whole
             await send_with_id(_start(error, close=False))
             await send_with_id({"type": "http.response.body", "body": error.body()})
+        finally:
+            timed_send.close()
 
     async def _refuse_body(self, num_bytes: str, receive: Receive, send: Send) -> None:
         error = ApiError(
             Cause.BODY_TOO_LARGE, f"the request body has {num_bytes} bytes, the limit is {self._max_body_bytes}"
         )
+        self._count(error)
         await send(_start(error, close=True))
         await send({"type": "http.response.body", "body": error.body(), "more_body": True})
         num_discarded = 0

@@ -17,7 +17,6 @@ from rank_scheduler.messages import RankLoad
 from router.control_messages import QueueCounts, RankRecord
 from router.errors import ApiError, Cause
 
-_REJECTED_CAUSES = frozenset(Cause) - {Cause.RANK_LOST, Cause.RANK_ERROR, Cause.CLIENT_GONE, Cause.INTERNAL_ERROR}
 _FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80)
 _TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.4, 0.8, 1.6)
 _REQUEST_BUCKETS = (0.1, 0.25, 0.5, 1, 2, 5, 10, 20, 40, 60, 120, 300, 600)
@@ -52,7 +51,7 @@ class RouterMetrics:
         self.registry = CollectorRegistry()
         self._outcomes = Counter(
             "serried_requests",
-            "Requests by outcome: finished, rejected (never queued), dropped (was queued).",
+            "Requests by outcome: finished, rejected (before a rank had them), dropped (afterwards).",
             ["outcome"],
             registry=self.registry,
         )
@@ -90,9 +89,14 @@ class RouterMetrics:
         self._outcomes.labels("finished").inc()
         self.request_latency.observe(latency_s)
 
-    def refused(self, error: ApiError) -> None:
-        """Count a request that was rejected or dropped."""
-        self._outcomes.labels("rejected" if error.cause in _REJECTED_CAUSES else "dropped").inc()
+    def rejected(self, error: ApiError) -> None:
+        """Count a request that was refused before a rank had it."""
+        self._outcomes.labels("rejected").inc()
+        self._causes.labels(str(error.cause)).inc()
+
+    def dropped(self, error: ApiError) -> None:
+        """Count a request that was given up after a rank had it."""
+        self._outcomes.labels("dropped").inc()
         self._causes.labels(str(error.cause)).inc()
 
     def exposition(self) -> bytes:

@@ -152,8 +152,10 @@ class RequestFlow:
         self._metrics.num_in_flight.dec()
         if error is None:
             self._metrics.finished(self._loop.time() - self._arrived_at)
+        elif self._submitted:
+            self._metrics.dropped(error)
         else:
-            self._metrics.refused(error)
+            self._metrics.rejected(error)
         self._on_close(self)
 
     def _raise_error(self) -> None:

@@ -12,9 +12,10 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from router.choice import Delta
-from router.errors import ApiError, Cause
+from router.errors import ApiError, Cause, CountedError
 from router.formats import DONE, Answer, Format, usage
 from router.request_flow import RequestFlow
+from router.timed_send import ClientTooSlow
 
 _SSE_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -38,9 +39,11 @@ class GenerationResponse(Response):
             await _until_disconnect(
                 self._stream(flow, send) if flow.request.stream else self._answer(flow, send), receive
             )
+        except ClientTooSlow:
+            pass  # it counts as gone; the server closes its connection, since the answer is not whole
         except Exception as error:
             outcome = ApiError(Cause.INTERNAL_ERROR, f"internal error: {type(error).__name__}")
-            raise
+            raise CountedError from error
         finally:
             flow.close(outcome)
 

@@ -33,6 +33,9 @@ class RouterSettings(BaseModel):
     model_dir: Path = Field(description="Directory with tokenizer.json and tokenizer_config.json.")
     max_model_len: int = Field(ge=2, description="Tokens of a prompt and its answer together.")
     max_body_bytes: int = Field(default=4 << 20, ge=1, description="Size of a request's body.")
+    send_timeout_s: float = Field(
+        default=60.0, gt=0, description="A client that reads nothing for so long counts as gone."
+    )
     acquire_timeout_s: float = Field(default=2.0, gt=0, description="Wait for the control actor's answer.")
     rank_wait_timeout_s: float = Field(default=5.0, ge=0, description="Wait for a rank when there is none.")
     rank_silence_timeout_s: float = Field(

@@ -268,6 +268,11 @@ class Cluster:
     def ledger(self) -> Ledger:
         return self.control.ledger
 
+    def counted(self, name: str) -> dict[str, float]:
+        """A counter of `/metrics` with one label: label value → count, without those at zero."""
+        samples = [sample for metric in self.service.metrics.registry.collect() for sample in metric.samples]
+        return {",".join(s.labels.values()): s.value for s in samples if s.name == f"{name}_total" and s.value}
+
     def is_idle(self) -> bool:
         counts = self.ledger.counts()
         return counts.num_requests == counts.num_tokens == 0 and self.service.pool.num_live == 0

@@ -356,5 +356,25 @@ async def test_an_internal_error_has_the_same_shape(tmp_path: Path, caplog: pyte
         assert "broken template" not in error["message"]
         assert "broken template" in caplog.text
         await until(cluster.is_idle)
+        check_error(await cluster.client.post("/tokenize", json={"messages": MESSAGES}), 500, "internal_error")
+        assert cluster.counted("serried_refused") == {"internal_error": 2}
         cluster.service.tokenizer.render_chat = whole  # type: ignore[method-assign]
         await goes_on(cluster)
+
+
+@in_loop
+async def test_every_refusal_is_counted_once(tmp_path: Path) -> None:
+    async with running(tmp_path) as cluster:
+        client = cluster.client
+        refusals = {
+            "not_found": client.get("/nowhere"),
+            "method_not_allowed": client.get("/v1/completions"),
+            "body_too_large": client.post("/v1/completions", content=b"x" * 5_000_000),
+            "model_not_found": client.get("/v1/models/other"),
+            "context_length_exceeded": cluster.complete("x" * 256),
+            "invalid_request": client.post("/detokenize", json={"tokens": "x"}),
+        }
+        for cause, refusal in refusals.items():
+            assert (await refusal).json()["error"]["code"] == cause
+        assert cluster.counted("serried_refused") == dict.fromkeys(refusals, 1)
+        assert cluster.counted("serried_requests") == {"rejected": len(refusals)}

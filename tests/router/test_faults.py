@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,29 @@ async def test_a_client_that_leaves_is_aborted_on_the_rank(tmp_path: Path, strea
         writer.close()
         await until(lambda: sorted(rank.aborts) == [1, 2])
         await until(cluster.is_idle)
-        assert 'serried_refused_total{cause="client_gone"} 1.0' in cluster.service.metrics.exposition().decode()
+        assert cluster.counted("serried_refused") == {"client_gone": 1}
+
+
+@in_loop
+async def test_a_client_that_does_not_read_is_given_up(tmp_path: Path) -> None:
+    async with running(tmp_path, reply=MANY, send_timeout_s=0.2) as cluster:
+        rank = cluster.ranks[0]
+        # Far more than sockets hold, with 20 logprobs per token, and yet no choice comes to its end.
+        rank.allowance = 128 * 100
+        loop = asyncio.get_running_loop()
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.setblocking(False)
+            await loop.sock_connect(client, (HOST, cluster.port))
+            content = json.dumps({"prompt": "hi", "max_tokens": 200, "n": 128, "logprobs": 20, "stream": True}).encode()
+            head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(content)
+            await loop.sock_sendall(client, head + content)
+            await until(lambda: len(rank.aborts) == 128)
+            await until(cluster.is_idle)
+            assert cluster.counted("serried_refused") == {"client_gone": 1}
+            assert cluster.counted("serried_requests") == {"dropped": 1}
+            rank.allow(float("inf"))
+            assert (await cluster.complete()).status_code == 200
 
 
 @in_loop
@@ -238,6 +261,9 @@ async def test_shutting_down_ends_streams_and_refuses_what_comes(tmp_path: Path)
         assert (await cluster.client.get("/ready")).status_code == 503
         assert (await cluster.client.get("/health")).status_code == 200
         await until(lambda: sorted(rank.aborts) == [1, 2])
+        # Two were on the rank when it happened, one came afterwards.
+        assert cluster.counted("serried_requests") == {"dropped": 2, "rejected": 1}
+        assert cluster.counted("serried_refused") == {"shutting_down": 3}
 
 
 @in_loop
