@@ -151,18 +151,9 @@ class Driver:
         return _Model(model_dir, name, settings.max_model_len or longest)
 
     def _start_ray(self) -> None:
-        import ray
+        from cluster.ray_head import start_ray
 
-        ray.init(
-            address="local",
-            num_cpus=max(2, num_cores()),
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level="ERROR",
-            # Nothing of size goes through Ray's object store; this is about the least it accepts.
-            object_store_memory=100 << 20,
-            _temp_dir=str(self._request.run_dir / "ray"),
-        )
+        start_ray(self._request.run_dir / "ray", num_cpus=max(2, num_cores()))
         # Ray installs a handler of its own, which would end this process without an orderly shutdown.
         signal.signal(signal.SIGTERM, lambda *_: self._stop.set())
 

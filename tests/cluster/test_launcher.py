@@ -1,4 +1,5 @@
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -10,7 +11,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from cluster.config import load_config
+from cluster import launcher
+from cluster.config import ClusterConfig, load_config
+from cluster.driver import EXIT_FAILED, EXIT_NO_HA_PROXY, EXIT_STOPPED
 from cluster.environment import check_port, free_ports, run_environment, why_no_ha_proxy
 from cluster.launcher import SignalWatch, serve
 from cluster.processes import RUN_ID_VARIABLE, find_run, kill_run
@@ -49,6 +52,47 @@ def test_serve_refuses_a_busy_port_before_starting_anything(
     status = serve(load_config(None, {"router.port": listening}), Console(width=200))
     assert status == 1
     assert f"{listening} on 127.0.0.1 is in use" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("wanted", "obstacle", "statuses", "starts", "status", "said"),
+    [
+        ("auto", None, [EXIT_STOPPED], [True], EXIT_STOPPED, ""),
+        ("auto", "it is broken", [EXIT_STOPPED], [False], EXIT_STOPPED, "without HAProxy.*it is broken"),
+        ("auto", None, [EXIT_NO_HA_PROXY, EXIT_STOPPED], [True, False], EXIT_STOPPED, "starting again.*own proxy"),
+        ("auto", None, [EXIT_NO_HA_PROXY, EXIT_FAILED], [True, False], EXIT_FAILED, "starting again.*own proxy"),
+        ("auto", None, [EXIT_FAILED], [True], EXIT_FAILED, ""),
+        ("on", None, [EXIT_STOPPED], [True], EXIT_STOPPED, ""),
+        ("on", "it is broken", [], [], EXIT_FAILED, r"router\.ha_proxy: on, but it is broken; set it to auto or off"),
+        ("on", None, [EXIT_NO_HA_PROXY], [True], EXIT_FAILED, r"router\.ha_proxy: on, but HAProxy does not answer"),
+        ("off", "it is broken", [EXIT_STOPPED], [False], EXIT_STOPPED, ""),
+    ],
+)
+def test_what_happens_without_ha_proxy(
+    wanted: str,
+    obstacle: str | None,
+    statuses: list[int],
+    starts: list[bool],
+    status: int,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """`statuses`: how the driver ends, start by start; `starts`: with HAProxy or without, start by start."""
+    seen: list[bool] = []
+    outcomes = iter(statuses)
+
+    def run_once(config: ClusterConfig, ha_proxy: bool, *_: object) -> int:
+        seen.append(ha_proxy)
+        return next(outcomes)
+
+    monkeypatch.setattr(launcher, "_run_once", run_once)
+    monkeypatch.setattr(launcher, "why_no_ha_proxy", lambda _: obstacle)
+    config = load_config(None, {"router.port": free_ports(1)[0], "router.ha_proxy": wanted})
+    assert serve(config, Console(width=200)) == status
+    assert seen == starts
+    output = capsys.readouterr().out
+    assert re.search(said, output) if said else not output
 
 
 def test_free_ports_differ() -> None:
