@@ -3,7 +3,8 @@
 Owns: the HTTP surface (`http_api`, around it `http_edge` with `timed_send`) and `/metrics` (`metrics`), validation
 (`protocol`), text and tokens (`tokenizer`, `detokenizer`, `token_lengths`), the router's side of the queue counts
 (`control_link`; the counts themselves are `ledger`, which the control actor runs), one connection per rank
-(`rank_pool`, `rank_link`) and the life of each request (`request_flow`). `service` puts these together.
+(`rank_pool`, `rank_link`; `peer` keeps connections) and the life of each request (`request_flow`). `service` puts
+these together.
 
 Concurrency: one event loop. The only thread is one worker in which long texts are encoded and decoded, so that a
 large prompt does not hold up other requests' tokens. Frames from ranks are handled in callbacks; a request's own task

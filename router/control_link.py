@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -33,10 +32,8 @@ from router.control_messages import (
     ShuttingDown,
 )
 from router.errors import ApiError, Cause
+from router.peer import UNDECODABLE, PeerFault, keep_connected
 
-logger = logging.getLogger(__name__)
-
-MIN_BACKOFF_S = 0.05
 MAX_BACKOFF_S = 1.0
 ADDRESS_TIMEOUT_S = 10.0
 
@@ -67,6 +64,7 @@ class ControlLink:
         acquire_timeout_s: float,
         on_members: Callable[[list[RankRecord]], None],
         on_shutting_down: Callable[[], None],
+        count: Callable[[PeerFault], None],
     ) -> None:
         self.counts = QueueCounts(0, 0, 0, 0)
         """The cluster's, as last heard."""
@@ -76,6 +74,7 @@ class ControlLink:
         self._acquire_timeout_s = acquire_timeout_s
         self._on_members = on_members
         self._on_shutting_down = on_shutting_down
+        self._count = count
         self._keys = itertools.count(1)
         self._holdings: dict[int, _Held] = {}
         self._pending: dict[int, _Pending] = {}
@@ -94,7 +93,15 @@ class ControlLink:
 
     def start(self) -> None:
         """Connect, and stay connected until `close`."""
-        self._keeper = asyncio.get_running_loop().create_task(self._keep(), name="control link")
+        keeping = keep_connected(
+            "the control actor",
+            self._connect,
+            self._use,
+            is_wanted=lambda: True,
+            max_backoff_s=MAX_BACKOFF_S,
+            count=self._count,
+        )
+        self._keeper = asyncio.get_running_loop().create_task(keeping, name="control link")
 
     async def close(self) -> None:
         """Close the connection. What is pending is refused."""
@@ -121,6 +128,7 @@ class ControlLink:
                 verdict = await answer
         except TimeoutError:
             if self._connection is not None:
+                self._count(PeerFault.SILENT)
                 # It answers in well under a millisecond; a silent one is hung or unreachable.
                 self._connection.abort(f"no answer to an acquire within {self._acquire_timeout_s:g} s")
             raise ApiError(
@@ -153,31 +161,17 @@ class ControlLink:
         if self._connection is not None:
             self._connection.send(self._encoder.encode(message))
 
-    async def _keep(self) -> None:
-        backoff_s = MIN_BACKOFF_S
-        reported = False
-        while True:
-            try:
-                async with asyncio.timeout(ADDRESS_TIMEOUT_S):
-                    host, port = await self._address()
-                connection = await connect(host, port, secret=self._secret, role="router", name=self._name)
-            # The address comes from whoever started the router; whatever it raises means "not now".
-            except Exception as error:
-                if not reported:
-                    reported = True
-                    logger.warning("the control actor cannot be reached, trying on: %s", error or type(error).__name__)
-                await asyncio.sleep(backoff_s)
-                backoff_s = min(MAX_BACKOFF_S, 2 * backoff_s)
-                continue
-            backoff_s, reported = MIN_BACKOFF_S, False
+    async def _connect(self) -> Connection:
+        async with asyncio.timeout(ADDRESS_TIMEOUT_S):
+            host, port = await self._address()
+        return await connect(host, port, secret=self._secret, role="router", name=self._name)
+
+    async def _use(self, connection: Connection) -> str:
+        try:
             self._begin(connection)
-            try:
-                reason = await asyncio.shield(connection.closed)
-            finally:
-                self._connection = None
-                connection.close("the router ends")
-            logger.warning("the connection to the control actor was lost: %s", reason)
-            await asyncio.sleep(backoff_s)
+            return await asyncio.shield(connection.closed)
+        finally:
+            self._connection = None
 
     def _begin(self, connection: Connection) -> None:
         """First say what is held, then ask again what was not answered."""
@@ -191,7 +185,8 @@ class ControlLink:
     def _on_frame(self, payload: bytes) -> None:
         try:
             message = self._decoder.decode(payload)
-        except msgspec.DecodeError as error:
+        except UNDECODABLE as error:
+            self._count(PeerFault.MALFORMED)
             if self._connection is not None:
                 self._connection.abort(f"the control actor sent what is no message: {error}")
             return

@@ -103,6 +103,8 @@ class QueueCounts(msgspec.Struct, frozen=True, tag="queue_counts"):
     num_tokens: int
     num_refused_requests: int
     num_refused_tokens: int
+    num_ignored: int = 0
+    """Messages, of any router, that were late, doubled or made no sense."""
 
 
 class ShuttingDown(msgspec.Struct, frozen=True, tag="shutting_down"):

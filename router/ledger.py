@@ -189,6 +189,7 @@ class Ledger:
             num_tokens=self._num_tokens,
             num_refused_requests=self._num_refused_requests,
             num_refused_tokens=self._num_refused_tokens,
+            num_ignored=self.num_ignored,
         )
 
     def check_integrity(self) -> None:

@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 from rank_scheduler.messages import RankLoad
 from router.control_messages import QueueCounts, RankRecord
 from router.errors import ApiError, Cause
+from router.peer import PeerFault
 
 _FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80)
 _TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.4, 0.8, 1.6)
@@ -79,6 +80,15 @@ class RouterMetrics:
             buckets=_REQUEST_BUCKETS,
             registry=self.registry,
         )
+        self._peer_faults = Counter(
+            "serried_peer_faults",
+            "What went wrong with the router's peers (rank, control), by fault; each cost a connection at most.",
+            ["peer", "fault"],
+            registry=self.registry,
+        )
+        for peer in ("rank", "control"):
+            for fault in PeerFault:
+                self._peer_faults.labels(peer, str(fault))
         for outcome in ("finished", "rejected", "dropped"):
             self._outcomes.labels(outcome)
         for cause in Cause:
@@ -98,6 +108,9 @@ class RouterMetrics:
         """Count a request that was given up after a rank had it."""
         self._outcomes.labels("dropped").inc()
         self._causes.labels(str(error.cause)).inc()
+
+    def peer_fault(self, peer: str, fault: PeerFault) -> None:
+        self._peer_faults.labels(peer, str(fault)).inc()
 
     def exposition(self) -> bytes:
         """Everything in the Prometheus text format."""
@@ -134,4 +147,15 @@ class _LiveFigures(Collector):
         )
         yield GaugeMetricFamily(
             "serried_queued_tokens", "Prompt tokens in the cluster without a first token.", value=counts.num_tokens
+        )
+        refused = CounterMetricFamily(
+            "serried_queue_refused", "Requests that a limit refused, in the whole cluster.", labels=["limit"]
+        )
+        refused.add_metric(["max_num_queued_reqs"], counts.num_refused_requests)
+        refused.add_metric(["max_num_queued_tokens"], counts.num_refused_tokens)
+        yield refused
+        yield CounterMetricFamily(
+            "serried_queue_messages_ignored",
+            "Messages to the cluster's queue counts, of all routers, that were late, doubled or made no sense.",
+            value=counts.num_ignored,
         )

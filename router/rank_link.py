@@ -18,6 +18,7 @@ from rank_scheduler.messages import Abort, RankLoad, SamplingParams, StepFrame, 
 from router.choice import Choice
 from router.control_messages import RankRecord
 from router.errors import ApiError, Cause
+from router.peer import UNDECODABLE, PeerFault
 from router.placement import Candidate, load_contains
 
 logger = logging.getLogger(__name__)
@@ -41,14 +42,14 @@ class RankLink:
         *,
         silence_timeout_s: float,
         on_idle: Callable[[RankLink], None],
+        count: Callable[[PeerFault], None],
     ) -> None:
         self.record = record
         self.load = RankLoad(num_free_blocks=record.num_blocks, num_blocks=record.num_blocks)
-        self.num_ignored = 0
-        """Tokens and ends for ids that are not live: of aborted requests, or a rank's mistake."""
         self._connection = connection
         self._silence_timeout_s = silence_timeout_s
         self._on_idle = on_idle
+        self._count = count
         self._loop = asyncio.get_running_loop()
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(StepFrame)
@@ -107,11 +108,11 @@ class RankLink:
     def _on_frame(self, payload: bytes) -> None:
         try:
             frame = self._decoder.decode(payload)
-        except msgspec.DecodeError as error:
-            self._connection.abort(f"rank {self.record.rank_id} sent what is no frame: {error}")
+        except UNDECODABLE as error:
+            self._cut_malformed(f"what is no frame: {error}")
             return
         if len(frame.ids) != len(frame.tokens):
-            self._connection.abort(f"rank {self.record.rank_id} sent {len(frame.tokens)} tokens for {len(frame.ids)}")
+            self._cut_malformed(f"{len(frame.tokens)} tokens for {len(frame.ids)} ids")
             return
         self._last_frame_at = self._loop.time()
         self.load = frame.load
@@ -124,13 +125,13 @@ class RankLink:
         for index, request_id in enumerate(frame.ids):
             choice = live.get(request_id)
             if choice is None:
-                self.num_ignored += 1
+                self._count(PeerFault.STALE)
                 continue
             choice.add_token(frame.tokens[index], logprobs.get(index) if logprobs else None)
         for end in frame.ends:
             choice = self._forget(end.id)
             if choice is None:
-                self.num_ignored += 1
+                self._count(PeerFault.STALE)
                 continue
             choice.finish(end, self.record.rank_id)
         if self._unseen:
@@ -138,6 +139,10 @@ class RankLink:
                 self._saw(request_id)
         if frame.ends:
             self._tell_if_idle()
+
+    def _cut_malformed(self, what: str) -> None:
+        self._count(PeerFault.MALFORMED)
+        self._connection.abort(f"rank {self.record.rank_id} sent {what}")
 
     def _saw(self, request_id: int) -> None:
         unseen = self._unseen.pop(request_id, None)
@@ -155,6 +160,7 @@ class RankLink:
     def _check_silence(self) -> None:
         remaining_s = self._last_frame_at + self._silence_timeout_s - self._loop.time()
         if remaining_s <= 0:
+            self._count(PeerFault.SILENT)
             self._connection.abort(f"nothing heard for {self._silence_timeout_s:g} s")
         else:
             self._watch = self._loop.call_later(remaining_s, self._check_silence)

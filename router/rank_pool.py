@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
-from kv_transfer.connection import connect
-from kv_transfer.wire import WireError
+from kv_transfer.connection import Connection, connect
 from router.control_messages import RankRecord
 from router.errors import ApiError, Cause
+from router.peer import PeerFault, keep_connected
 from router.placement import least_loaded
 from router.rank_link import RankLink
 
 logger = logging.getLogger(__name__)
 
-MIN_BACKOFF_S = 0.05
 MAX_BACKOFF_S = 2.0
 CONNECT_TIMEOUT_S = 5.0
 
@@ -29,11 +28,20 @@ CONNECT_TIMEOUT_S = 5.0
 class RankPool:
     """Use from one event loop. `close` ends all links; what runs on them fails as lost with its rank."""
 
-    def __init__(self, secret: bytes, name: str, *, wait_timeout_s: float, silence_timeout_s: float) -> None:
+    def __init__(
+        self,
+        secret: bytes,
+        name: str,
+        *,
+        wait_timeout_s: float,
+        silence_timeout_s: float,
+        count: Callable[[PeerFault], None],
+    ) -> None:
         self._secret = secret
         self._name = name
         self._wait_timeout_s = wait_timeout_s
         self._silence_timeout_s = silence_timeout_s
+        self._count = count
         self._members: dict[str, RankRecord] = {}
         self._keepers: dict[str, asyncio.Task[None]] = {}
         self._links: dict[str, RankLink] = {}
@@ -106,50 +114,38 @@ class RankPool:
 
     async def _keep(self, record: RankRecord) -> None:
         """Hold a connection to the rank while it is a member."""
-        backoff_s = MIN_BACKOFF_S
-        reported = False
-        while record.boot_id in self._members:
-            try:
-                connection = await connect(
-                    record.host,
-                    record.port,
-                    secret=self._secret,
-                    role="router",
-                    name=self._name,
-                    timeout_s=CONNECT_TIMEOUT_S,
-                )
-            except (OSError, TimeoutError, WireError) as error:
-                if not reported:
-                    reported = True
-                    logger.warning(
-                        "rank %s at %s:%d cannot be reached, trying on: %s",
-                        record.rank_id,
-                        record.host,
-                        record.port,
-                        error or type(error).__name__,
-                    )
-                await asyncio.sleep(backoff_s)
-                backoff_s = min(MAX_BACKOFF_S, 2 * backoff_s)
-                continue
-            link = RankLink(
-                record, connection, silence_timeout_s=self._silence_timeout_s, on_idle=self._close_if_no_member
-            )
-            self._links[record.boot_id] = link
-            logger.info("rank %s connected (boot %s)", record.rank_id, record.boot_id)
-            reported, connected_at = False, asyncio.get_running_loop().time()
+        await keep_connected(
+            f"rank {record.rank_id} (boot {record.boot_id}, {record.host}:{record.port})",
+            partial(
+                connect,
+                record.host,
+                record.port,
+                secret=self._secret,
+                role="router",
+                name=self._name,
+                timeout_s=CONNECT_TIMEOUT_S,
+            ),
+            partial(self._use, record),
+            is_wanted=lambda: record.boot_id in self._members,
+            max_backoff_s=MAX_BACKOFF_S,
+            count=self._count,
+        )
+
+    async def _use(self, record: RankRecord, connection: Connection) -> str:
+        link = RankLink(
+            record,
+            connection,
+            silence_timeout_s=self._silence_timeout_s,
+            on_idle=self._close_if_no_member,
+            count=self._count,
+        )
+        self._links[record.boot_id] = link
+        self._wake()
+        try:
+            return await asyncio.shield(link.closed)
+        finally:
+            del self._links[record.boot_id]
             self._wake()
-            try:
-                reason = await asyncio.shield(link.closed)
-            finally:
-                link.close("the router ends")
-                del self._links[record.boot_id]
-                self._wake()
-            logger.info("rank %s disconnected: %s", record.rank_id, reason)
-            # A rank that accepts and hangs up at once must not be asked in a tight loop.
-            if asyncio.get_running_loop().time() - connected_at > MAX_BACKOFF_S:
-                backoff_s = MIN_BACKOFF_S
-            await asyncio.sleep(backoff_s)
-            backoff_s = min(MAX_BACKOFF_S, 2 * backoff_s)
 
     def _on_kept(self, boot_id: str, keeper: asyncio.Task[None]) -> None:
         if self._keepers.get(boot_id) is keeper:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from functools import partial
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -82,6 +83,7 @@ class RouterService:
             name,
             wait_timeout_s=settings.rank_wait_timeout_s,
             silence_timeout_s=settings.rank_silence_timeout_s,
+            count=partial(self.metrics.peer_fault, "rank"),
         )
         self._control = ControlLink(
             control_address,
@@ -90,6 +92,7 @@ class RouterService:
             acquire_timeout_s=settings.acquire_timeout_s,
             on_members=self._pool.reconcile,
             on_shutting_down=self.shut_down,
+            count=partial(self.metrics.peer_fault, "control"),
         )
         self._control.start()
 

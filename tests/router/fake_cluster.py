@@ -7,6 +7,7 @@ import contextlib
 import functools
 import struct
 from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from router.control_messages import (
     Acquire,
     Members,
     PrefillDone,
+    QueueCounts,
     RankRecord,
     Release,
     Resume,
@@ -87,6 +89,8 @@ class FakeRank:
     aborts: list[int] = field(default_factory=list)
     connections: list[Connection] = field(default_factory=list)
     num_steps: int = 0
+    greetings: list[bytes] = field(default_factory=list)
+    """What the next connections begin with, in place of a frame."""
 
     def __post_init__(self) -> None:
         self.tokenizer = byte_tokenizer()
@@ -136,7 +140,7 @@ class FakeRank:
     def _on_connection(self, connection: Connection) -> None:
         self.connections.append(connection)
         connection.start(self._on_frame)
-        connection.send(msgspec.msgpack.encode(StepFrame(self.load())))
+        connection.send(self.greetings.pop(0) if self.greetings else msgspec.msgpack.encode(StepFrame(self.load())))
 
     def _on_frame(self, payload: bytes) -> None:
         message = msgspec.msgpack.decode(payload, type=RouterToRank)
@@ -217,9 +221,12 @@ class FakeControl:
     async def address(self) -> tuple[str, int]:
         return HOST, self.port
 
-    def tell(self, message: Members | ShuttingDown) -> None:
+    def tell(self, message: Members | ShuttingDown | QueueCounts) -> None:
+        self.tell_raw(msgspec.msgpack.encode(message))
+
+    def tell_raw(self, payload: bytes) -> None:
         for connection in self._connections:
-            connection.send(msgspec.msgpack.encode(message))
+            connection.send(payload)
 
     def _on_connection(self, connection: Connection) -> None:
         self._connections.append(connection)
@@ -293,11 +300,12 @@ async def running(
     num_ranks: int = 1,
     max_num_queued_reqs: int | None = None,
     max_num_queued_tokens: int | None = None,
+    greetings: SequenceOf[bytes] = (),
     **settings: Any,
 ) -> AsyncIterator[Cluster]:
     """A router with its ranks, all connected. Checks at the end that nothing is held any more."""
     tokens = byte_tokenizer().encode(reply).ids if isinstance(reply, str) else reply
-    ranks = [FakeRank(index, tokens) for index in range(num_ranks)]
+    ranks = [FakeRank(index, tokens, greetings=list(greetings)) for index in range(num_ranks)]
     control = FakeControl(Ledger(max_num_queued_reqs, max_num_queued_tokens))
     control.records = [await rank.start() for rank in ranks]
     await control.start()

@@ -171,18 +171,62 @@ async def test_words_about_unknown_requests_are_ignored(tmp_path: Path) -> None:
         )
         rank.connections[0].send(msgspec.msgpack.encode(nonsense))
         assert (await cluster.complete()).status_code == 200
-        assert cluster.service.pool.links[0].num_ignored == 3
+        assert cluster.counted("serried_peer_faults") == {"rank,stale": 3}
 
 
-@pytest.mark.parametrize("garbage", [b"\xc1", msgspec.msgpack.encode({"type": "step", "load": [], "ids": [1]})])
+# Nested more deeply than a decoder follows, under a name that nobody knows.
+DEEP = b"\x82\xa4type\xa4step\xa1x" + b"\x91" * 100_000 + b"\x90"
+GARBAGE = {
+    "no msgpack": b"\xc1",
+    "tokens and ids differ": msgspec.msgpack.encode({"type": "step", "load": [], "ids": [1]}),
+    "no UTF-8": b"\x81\xa2\xff\xff\x01",
+    "deep": DEEP,
+}
+
+
+@pytest.mark.parametrize("garbage", GARBAGE)
 @in_loop
-async def test_garbage_from_a_rank_costs_only_its_connection(tmp_path: Path, garbage: bytes) -> None:
+async def test_garbage_from_a_rank_costs_only_its_connection(tmp_path: Path, garbage: str) -> None:
     async with running(tmp_path, rank_wait_timeout_s=5) as cluster:
         rank = cluster.ranks[0]
-        rank.connections[0].send(garbage)
+        rank.connections[0].send(GARBAGE[garbage])
         await until(rank.connections[0].closed.done)
         assert (await cluster.complete()).status_code == 200
         assert len(rank.connections) == 2
+        assert cluster.counted("serried_peer_faults") == {"rank,malformed": 1}
+
+
+@pytest.mark.parametrize("garbage", GARBAGE)
+@in_loop
+async def test_garbage_right_behind_the_handshake(
+    tmp_path: Path, garbage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running(tmp_path, rank_wait_timeout_s=5, greetings=[GARBAGE[garbage]] * 3) as cluster:
+        await until(lambda: len(cluster.ranks[0].connections) == 4)
+        assert (await cluster.complete()).status_code == 200
+        assert cluster.counted("serried_peer_faults") == {"rank,malformed": 3}
+        assert caplog.text.count("trying on") == 1
+
+
+@pytest.mark.parametrize("garbage", [b"\xc1", DEEP.replace(b"\xa4step", b"\xa7members")])
+@in_loop
+async def test_garbage_from_the_control_actor_costs_only_its_connection(tmp_path: Path, garbage: bytes) -> None:
+    async with running(tmp_path) as cluster:
+        cluster.control.tell_raw(garbage)
+        await until(lambda: cluster.control.num_resumes == 2)
+        assert (await cluster.complete()).status_code == 200
+        assert cluster.counted("serried_peer_faults") == {"control,malformed": 1}
+
+
+@in_loop
+async def test_a_rank_at_an_impossible_address_is_tried_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with running(tmp_path) as cluster:
+        nowhere = msgspec.structs.replace(cluster.control.records[0], rank_id="mixed/9", boot_id="b", host="x" * 64)
+        cluster.control.tell(Members([*cluster.control.records, nowhere]))
+        await until(lambda: cluster.counted("serried_peer_faults").get("rank,unreachable", 0) >= 3)
+        assert caplog.text.count("rank mixed/9") == 1
+        cluster.service.check_integrity()
+        assert (await cluster.complete()).status_code == 200
 
 
 @in_loop
@@ -236,6 +280,7 @@ async def test_a_mute_control_actor_is_given_up(tmp_path: Path) -> None:
         refused = await cluster.complete()
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "admission_unavailable")
         assert "retry-after" in refused.headers
+        assert cluster.counted("serried_peer_faults") == {"control,silent": 1}
         cluster.control.is_mute = False
         await until(lambda: cluster.control.num_resumes == 2)
         assert (await cluster.complete()).status_code == 200

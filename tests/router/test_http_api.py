@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from openai import APIStatusError, NotFoundError
 
-from router.control_messages import Members
+from router.control_messages import Members, QueueCounts
 from tests.router.fake_cluster import MODEL, in_loop, running, until
 from tests.router.small_tokenizer import IM_END, byte_tokenizer
 
@@ -270,6 +270,9 @@ async def test_health_ready_metrics_openapi(tmp_path: Path) -> None:
         schema = paths["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
         assert "prompt" in schema["properties"]
         assert "$ref" not in json.dumps(schema)
+        cluster.control.tell(QueueCounts(5, 7, 3, 2, 1))
+        await until(lambda: cluster.counted("serried_queue_messages_ignored") == {"": 1})
+        assert cluster.counted("serried_queue_refused") == {"max_num_queued_reqs": 3, "max_num_queued_tokens": 2}
         cluster.control.tell(Members([]))
         await until(lambda: not cluster.service.pool.links)
         ready = await cluster.client.get("/ready")
