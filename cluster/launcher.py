@@ -30,7 +30,15 @@ from cluster.driver import (
     SHUTDOWN_TIMEOUT_S,
     DriverRequest,
 )
-from cluster.environment import check_port, num_cores, run_environment, why_no_ha_proxy
+from cluster.environment import (
+    HA_PROXY_SCRIPT,
+    check_port,
+    ha_proxy_binary,
+    num_cores,
+    run_environment,
+    why_no_ha_proxy,
+    write_ha_proxy_script,
+)
 from cluster.processes import kill_run
 from cluster.progress import Progress
 
@@ -79,6 +87,8 @@ def _run_once(config: ClusterConfig, ha_proxy: bool, progress: Progress, started
     )
     driver = None
     try:
+        if ha_proxy:
+            write_ha_proxy_script(run_dir / HA_PROXY_SCRIPT, ha_proxy_binary())
         driver = subprocess.Popen(
             [sys.executable, "-m", "cluster.driver"],
             stdin=subprocess.PIPE,

@@ -14,7 +14,7 @@ from rich.console import Console
 from cluster import launcher
 from cluster.config import ClusterConfig, load_config
 from cluster.driver import EXIT_FAILED, EXIT_NO_HA_PROXY, EXIT_STOPPED
-from cluster.environment import check_port, free_ports, run_environment, why_no_ha_proxy
+from cluster.environment import check_port, free_ports, run_environment, why_no_ha_proxy, write_ha_proxy_script
 from cluster.launcher import SignalWatch, serve
 from cluster.processes import RUN_ID_VARIABLE, find_run, kill_run
 
@@ -112,12 +112,27 @@ def test_without_ha_proxy_the_routers_do_not_listen_themselves(tmp_path: Path) -
     assert variables["RAY_SERVE_ENABLE_DIRECT_INGRESS"] == "0"
 
 
+def test_ha_proxy_listens_nowhere_but_where_it_is_told(tmp_path: Path) -> None:
+    shown = tmp_path / "a real one"
+    shown.write_text('#!/bin/sh\necho "$@"; cat "$4"\n')
+    shown.chmod(0o700)
+    config = tmp_path / "cfg"
+    config.write_text("listen stats\n  bind *:8404\nfrontend p\n    bind :9101\n    bind 0.0.0.0:80\n    server *:1\n")
+    write_ha_proxy_script(tmp_path / "haproxy", str(shown))
+    for _ in range(2):
+        output = subprocess.check_output([tmp_path / "haproxy", "-db", "-x", "-f", config], text=True)
+        assert output == (
+            f"-db -x -f {config}\nlisten stats\n  bind 127.0.0.1:8404\nfrontend p\n    bind 127.0.0.1:9101\n"
+            "    bind 0.0.0.0:80\n    server *:1\n"
+        )
+
+
 def test_two_runs_share_no_ports_or_files(tmp_path: Path) -> None:
     one, two = (
         run_environment({}, run_id=name, run_dir=tmp_path / name, ha_proxy=True, num_cores=2) for name in ("1", "2")
     )
     own = [name for name in one if name.endswith("_PORT") or str(tmp_path) in one[name]]
-    assert len(own) == 8
+    assert len(own) == 9
     assert not [name for name in own if one[name] == two[name]]
 
 

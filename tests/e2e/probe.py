@@ -1,7 +1,8 @@
 """A look into the running system's actors: connects to its Ray and answers questions, one JSON line each.
 
 A process of its own, so that neither Ray's threads nor its environment reach the tests. Run as
-`python -m tests.e2e.probe RAY_ADDRESS`; questions are `members`, `ranks` and `check_integrity`.
+`python -m tests.e2e.probe RAY_ADDRESS`; questions are `members`, `control_pid`,
+`ranks` and `check_integrity`.
 """
 
 import json
@@ -28,6 +29,8 @@ def main() -> None:
         match question:
             case "members":
                 return ray.get(control.snapshot.remote(), timeout=TIMEOUT_S)["members"]
+            case "control_pid":
+                return ray.get(control.snapshot.remote(), timeout=TIMEOUT_S)["pid"]
             case "ranks":
                 return ranks.broadcast("stats").results(timeout_s=TIMEOUT_S)
             case "check_integrity":

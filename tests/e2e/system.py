@@ -91,7 +91,7 @@ class ServeProcess:
 class Served:
     """The running system, shared by all end-to-end tests of a session."""
 
-    def __init__(self, run: dict[str, Any], max_num_queued_reqs: int) -> None:
+    def __init__(self, run: dict[str, Any], max_num_queued_reqs: int | None = None) -> None:
         """`run` is what `run.json` holds."""
         self.base_url: str = run["url"]
         self.model: str = run["model"]
@@ -113,6 +113,11 @@ class Served:
         """Identity and live figures of every rank."""
         ranks: list[dict[str, Any]] = self._ask("ranks")
         return sorted(ranks, key=lambda rank: rank["rank_id"])
+
+    def control_pid(self) -> int:
+        """The process of the control actor."""
+        pid: int = self._ask("control_pid")
+        return pid
 
     def num_running(self) -> int:
         """Sequences that run now, on all ranks."""
