@@ -45,6 +45,8 @@ START_TIMEOUT_S = 600.0
 # Ranks and routers are up by then; what remains is that the proxy hears of the routers.
 HTTP_TIMEOUT_S = 30.0
 POLL_INTERVAL_S = 0.3
+# Asking Serve costs it and this process tens of milliseconds, which the ranks could use for their own start.
+STATUS_INTERVAL_S = 2.0
 CALL_TIMEOUT_S = 30.0
 # Of an orderly end, whatever hangs: streams, Serve and Ray share it, in this order, each leaving the next its part.
 SHUTDOWN_TIMEOUT_S = 7.0
@@ -230,7 +232,7 @@ class Driver:
         """Wait until every rank is a member, Serve calls the application running, and its start is over."""
         import ray
 
-        num_ready = 0
+        num_ready, state, asked_at = 0, "NOT_STARTED", time.monotonic()
         deadline = time.monotonic() + START_TIMEOUT_S
         while True:
             snapshot = ray.get(self._control.snapshot.remote(), timeout=CALL_TIMEOUT_S)
@@ -240,7 +242,8 @@ class Driver:
             if len(snapshot["members"]) != num_ready:
                 num_ready = len(snapshot["members"])
                 self._progress.line(f"ranks ready: {num_ready} of {self._config.num_ranks}")
-            state = self._application_state(failed)
+            if num_ready >= self._config.num_ranks or time.monotonic() > asked_at + STATUS_INTERVAL_S:
+                state, asked_at = self._application_state(failed), time.monotonic()
             if serving.done():
                 serving.result()
                 if state == "RUNNING" and num_ready >= self._config.num_ranks:
