@@ -74,39 +74,6 @@ def make_engine(model_dir, *, budget=512, max_num_seqs=48, **options):
     return Engine(runner, config, **options)
 
 
-@pytest.fixture(scope="module")
-def answers(model_dir, prompts):
-    """Each prompt alone, none sharing anything with another."""
-    engine = make_engine(model_dir, max_num_seqs=1, enable_prefix_caching=False)
-    for index, prompt in enumerate(prompts):
-        engine.submit(index, prompt, max_tokens=NUM_TOKENS)
-    engine.run()
-    engine.runner.close()
-    return [engine.tokens[index] for index in range(len(prompts))]
-
-
-def test_every_token_is_the_most_likely_one_by_transformers(prompts, answers, reference):
-    for index, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-        assert len(answer) == NUM_TOKENS
-        with torch.inference_mode():
-            logits = reference(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
-        assert logits.argmax(-1).tolist() == answer, f"prompt {index} of {len(prompt)} tokens"
-
-
-def test_generate_gives_the_same(prompts, answers, reference):
-    for index in (3, 12, 20, 31):
-        inputs = torch.tensor([prompts[index]])
-        generated = reference.generate(
-            inputs,
-            attention_mask=torch.ones_like(inputs),
-            do_sample=False,
-            max_new_tokens=NUM_TOKENS,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
-        assert generated[0, len(prompts[index]) :].tolist() == answers[index]
-
-
 def run_together(engine, prompts, order):
     for index in order:
         engine.submit(index, prompts[index], max_tokens=NUM_TOKENS)
@@ -119,6 +86,45 @@ def shuffled(prompts, seed):
     order = list(range(len(prompts)))
     random.Random(seed).shuffle(order)
     return order
+
+
+@pytest.fixture(scope="module")
+def answers(model_dir, prompts):
+    """All prompts together, none sharing anything with another."""
+    engine = make_engine(model_dir, enable_prefix_caching=False)
+    return run_together(engine, prompts, range(len(prompts)))
+
+
+def test_every_token_is_the_most_likely_one_by_transformers(prompts, answers, reference):
+    for index, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        assert len(answer) == NUM_TOKENS
+        with torch.inference_mode():
+            logits = reference(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
+        assert logits.argmax(-1).tolist() == answer, f"prompt {index} of {len(prompt)} tokens"
+
+
+def test_generate_gives_the_same(prompts, answers, reference):
+    for index in (3, 20):
+        inputs = torch.tensor([prompts[index]])
+        generated = reference.generate(
+            inputs,
+            attention_mask=torch.ones_like(inputs),
+            do_sample=False,
+            max_new_tokens=NUM_TOKENS,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        assert generated[0, len(prompts[index]) :].tolist() == answers[index]
+
+
+def test_alone(model_dir, prompts, answers):
+    engine = make_engine(model_dir, max_num_seqs=1, enable_prefix_caching=False)
+    some = (0, 4, 9, 19, 23, 36)
+    for index in some:
+        engine.submit(index, prompts[index], max_tokens=NUM_TOKENS)
+    engine.run()
+    engine.runner.close()
+    assert [engine.tokens[index] for index in some] == [answers[index] for index in some]
 
 
 def test_together_in_random_order_with_prompts_cut_by_the_budget(model_dir, prompts, answers):
