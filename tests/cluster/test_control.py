@@ -159,7 +159,7 @@ def test_requests_are_counted_across_routers() -> None:
             two.send(Acquire(3, 1, 0))
             assert await two.next(Granted) == Granted(3)
             running.endpoint.tick()
-            assert await one.next(QueueCounts) == QueueCounts(2, 20, 1, 0)
+            assert await one.next(QueueCounts) == QueueCounts(2, 20, 1, 0, 1)
 
     run(test)
 
