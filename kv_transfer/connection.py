@@ -41,6 +41,11 @@ class Connection(asyncio.Protocol):
         """Why this end has closed the connection; None as long as it has not."""
         self._close_timer: asyncio.TimerHandle | None = None
 
+    @property
+    def num_unsent_bytes(self) -> int:
+        """What is queued for the peer and has not left this process."""
+        return 0 if self._transport is None else self._transport.get_write_buffer_size()
+
     def send(self, payload: bytes) -> bool:
         """Queue one frame. False if the connection is closed; never blocks, never raises for a dead peer."""
         transport = self._transport

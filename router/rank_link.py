@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from kv_transfer.connection import Connection
+from kv_transfer.connection import MAX_SEND_BUFFER_BYTES, Connection
 from rank_scheduler.messages import Abort, RankLoad, SamplingParams, StepFrame, Submit
 from router.choice import Choice
 from router.control_messages import RankRecord
@@ -22,6 +22,10 @@ from router.peer import UNDECODABLE, PeerFault
 from router.placement import Candidate, load_contains
 
 logger = logging.getLogger(__name__)
+
+
+# A rank that is this far behind with reading gets no more for now: half of what would cut its connection.
+MAX_UNSENT_BYTES = MAX_SEND_BUFFER_BYTES // 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +37,11 @@ class _Unseen:
 
 
 class RankLink:
-    """Use from the event loop that owns `connection`. `on_idle` is called when the last live sequence has ended."""
+    """Use from the event loop that owns `connection`.
+
+    `on_idle` is called when the last live sequence has ended, `on_room` when a link that was
+    full `has_room` again, as its rank's next frame shows (there is one per second at least).
+    """
 
     def __init__(
         self,
@@ -42,6 +50,7 @@ class RankLink:
         *,
         silence_timeout_s: float,
         on_idle: Callable[[RankLink], None],
+        on_room: Callable[[], None],
         count: Callable[[PeerFault], None],
     ) -> None:
         self.record = record
@@ -49,6 +58,7 @@ class RankLink:
         self._connection = connection
         self._silence_timeout_s = silence_timeout_s
         self._on_idle = on_idle
+        self._on_room = on_room
         self._count = count
         self._loop = asyncio.get_running_loop()
         self._encoder = msgspec.msgpack.Encoder()
@@ -57,6 +67,7 @@ class RankLink:
         self._live: dict[int, Choice] = {}
         self._unseen: dict[int, _Unseen] = {}
         self._num_unseen_tokens = 0
+        self._is_full = False
         self._last_frame_at = self._loop.time()
         self._watch = self._loop.call_later(silence_timeout_s, self._check_silence)
         connection.closed.add_done_callback(self._on_closed)
@@ -75,6 +86,11 @@ class RankLink:
     def num_live(self) -> int:
         return len(self._live)
 
+    @property
+    def has_room(self) -> bool:
+        """Whether another request may be submitted now."""
+        return self._connection.num_unsent_bytes < MAX_UNSENT_BYTES
+
     def candidate(self) -> Candidate:
         return Candidate(self.load, len(self._unseen), self._num_unseen_tokens)
 
@@ -89,6 +105,7 @@ class RankLink:
         if not self._connection.send(self._encoder.encode(Submit(request_id, token_ids, sampling))):
             self._forget(request_id)
             choice.fail(self._lost("closed"))
+        self._is_full = not self.has_room
         return request_id
 
     def abort(self, request_id: int) -> None:
@@ -137,6 +154,9 @@ class RankLink:
         if self._unseen:
             for request_id in [i for i, unseen in self._unseen.items() if load_contains(unseen.num_steps, frame.load)]:
                 self._saw(request_id)
+        if self._is_full and self.has_room:
+            self._is_full = False
+            self._on_room()
         if frame.ends:
             self._tell_if_idle()
 

@@ -80,9 +80,12 @@ class RankPool:
         self._wake()
 
     async def pick(self) -> RankLink:
-        """The rank for a new request; waits a little while there is none. Raises ApiError if there still is none."""
+        """The rank for a new prompt, to be submitted at once; waits a little while no rank can take it.
+
+        Raises ApiError if there still is none.
+        """
         deadline = asyncio.get_running_loop().time() + self._wait_timeout_s
-        while not (links := self.links):
+        while not (links := [link for link in self.links if link.has_room]):
             changed = self._changed
             try:
                 async with asyncio.timeout_at(deadline):
@@ -90,7 +93,7 @@ class RankPool:
             except TimeoutError:
                 raise ApiError(
                     Cause.NO_RANK_AVAILABLE,
-                    f"no rank is connected ({self.num_members} known); "
+                    f"no rank can take the request ({self.num_members} known, {len(self.links)} connected); "
                     f"waited {self._wait_timeout_s:g} s for one, try again later",
                 ) from None
         self._turn += 1
@@ -137,6 +140,7 @@ class RankPool:
             connection,
             silence_timeout_s=self._silence_timeout_s,
             on_idle=self._close_if_no_member,
+            on_room=self._wake,
             count=self._count,
         )
         self._links[record.boot_id] = link

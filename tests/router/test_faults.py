@@ -11,8 +11,17 @@ from typing import Any
 import msgspec
 import pytest
 
+from kv_transfer.connection import MAX_SEND_BUFFER_BYTES
 from rank_scheduler.messages import End, FinishReason, StepFrame
 from router.control_messages import Members, ShuttingDown
+from router.protocol import (
+    MAX_NUM_PROMPT_TOKENS,
+    MAX_NUM_SEQUENCES,
+    MAX_NUM_STOP_STRINGS,
+    MAX_NUM_STOP_TOKEN_IDS,
+    MAX_STOP_CHARACTERS,
+)
+from router.rank_link import MAX_UNSENT_BYTES
 from tests.router.fake_cluster import HOST, MODEL, Cluster, FakeRank, in_loop, running, until
 
 MANY = "x" * 200
@@ -323,6 +332,38 @@ async def test_a_burst_is_spread_evenly_over_two_ranks(tmp_path: Path) -> None:
         for rank in cluster.ranks:
             rank.allow(float("inf"))
         assert {answer.status_code for answer in await asyncio.gather(*burst)} == {200}
+
+
+@in_loop
+async def test_a_rank_that_is_behind_with_reading_gets_no_more_until_it_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.rank_link.MAX_UNSENT_BYTES", 500_000)
+    async with running(tmp_path, max_model_len=20_000, rank_wait_timeout_s=20) as cluster:
+        rank, link = cluster.ranks[0], cluster.service.pool.links[0]
+        sending, reading = link._connection._transport, rank.connections[0]._transport
+        assert sending is not None
+        assert reading is not None
+        sending.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 65_536)
+        reading.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65_536)
+        reading.pause_reading()
+        # 400 kB each.
+        requests = [asyncio.create_task(cluster.complete([5] * 10_000, n=10, max_tokens=1)) for _ in range(8)]
+        await until(lambda: cluster.ledger.counts().num_tokens == 800_000 and not cluster.service.control._pending)
+        await until(lambda: not link.has_room)
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert 500_000 <= link._connection.num_unsent_bytes < 910_000
+        reading.resume_reading()
+        assert {answer.status_code for answer in await asyncio.gather(*requests)} == {200}
+        assert len(rank.connections) == 1
+
+
+def test_what_a_link_takes_never_fills_its_send_buffer() -> None:
+    largest_request = 4 * MAX_NUM_PROMPT_TOKENS + MAX_NUM_SEQUENCES * (
+        MAX_NUM_STOP_STRINGS * MAX_STOP_CHARACTERS * 4 + MAX_NUM_STOP_TOKEN_IDS * 5 + 1_000
+    )
+    assert MAX_UNSENT_BYTES + largest_request < MAX_SEND_BUFFER_BYTES
 
 
 @in_loop
