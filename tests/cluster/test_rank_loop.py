@@ -88,8 +88,8 @@ def test_stop_lets_the_current_step_end(harness: Harness) -> None:
 def test_an_idle_loop_answers_and_stops(harness: Harness) -> None:
     harness.loop.post(OwnerLost(5))
     harness.check_integrity()
-    assert harness.loop.stalled_for() == 0
     assert harness.loop.stop(TIMEOUT_S)
+    assert harness.loop.stalled_for() == 0
 
 
 def test_a_check_of_a_stopped_loop_fails_at_once(harness: Harness) -> None:
