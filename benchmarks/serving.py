@@ -27,6 +27,8 @@ import aiohttp
 
 # Token ids that any vocabulary of the served family has and that are not special.
 _MIN_TOKEN, _MAX_TOKEN = 100, 32_000
+# Tokens in and out of the requests that precede each concurrency's first round.
+WARM_UP_SIZES = (16, 4)
 
 
 @dataclass(frozen=True)
@@ -148,7 +150,7 @@ async def run(arguments: argparse.Namespace) -> dict[str, float]:
         rounds: dict[str, list[dict[str, float]]] = {target.name: [] for target in targets}
         for target in targets:
             seed += 1
-            await measure_round(target, concurrency, concurrency, *sizes, seed)
+            await measure_round(target, concurrency, concurrency, *WARM_UP_SIZES, seed)
         for _ in range(arguments.rounds):
             for target in targets:
                 seed += 1
