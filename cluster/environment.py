@@ -71,12 +71,16 @@ def why_no_ha_proxy(host: str) -> str | None:
     return None
 
 
-# Serve's template has HAProxy's own statistics and metrics listen on all interfaces, and no setting against it. Each
-# start and each reload of HAProxy reads the file anew, and goes through here.
+# Serve's template has HAProxy's own statistics and metrics listen on all interfaces, and lets it splice bodies in the
+# kernel, with which it sometimes neither passes on that a client has left nor sleeps until the answer comes (2.8.25,
+# bodies over 16 KiB). There is no setting against either. Each start and each reload of HAProxy reads the file anew,
+# and goes through here.
 _HA_PROXY_SCRIPT = """\
 #!/bin/sh
 for argument; do
-  if [ "$previous" = -f ]; then sed -i -E 's/^( *bind )\\*?:/\\1{loopback}:/' "$argument"; fi
+  if [ "$previous" = -f ]; then
+    sed -i -E -e 's/^( *bind )\\*?:/\\1{loopback}:/' -e '/^ *option splice-/d' "$argument"
+  fi
   previous=$argument
 done
 exec {binary} "$@"
@@ -84,7 +88,7 @@ exec {binary} "$@"
 
 
 def write_ha_proxy_script(path: Path, binary: str) -> None:
-    """Make `path` a program that runs HAProxy, and keeps on the loopback what its configuration puts on no address."""
+    """Make `path` a program that runs HAProxy with what its configuration puts on no address kept on the loopback."""
     path.write_text(_HA_PROXY_SCRIPT.format(loopback=LOOPBACK, binary=shlex.quote(binary)))
     path.chmod(0o700)
 

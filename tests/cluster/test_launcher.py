@@ -112,17 +112,20 @@ def test_without_ha_proxy_the_routers_do_not_listen_themselves(tmp_path: Path) -
     assert variables["RAY_SERVE_ENABLE_DIRECT_INGRESS"] == "0"
 
 
-def test_ha_proxy_listens_nowhere_but_where_it_is_told(tmp_path: Path) -> None:
+def test_ha_proxy_listens_nowhere_but_where_it_is_told_and_does_not_splice(tmp_path: Path) -> None:
     shown = tmp_path / "a real one"
     shown.write_text('#!/bin/sh\necho "$@"; cat "$4"\n')
     shown.chmod(0o700)
     config = tmp_path / "cfg"
-    config.write_text("listen stats\n  bind *:8404\nfrontend p\n    bind :9101\n    bind 0.0.0.0:80\n    server *:1\n")
+    config.write_text(
+        "defaults\n    option splice-request\n    option splice-response\n    option abortonclose\n"
+        "listen stats\n  bind *:8404\nfrontend p\n    bind :9101\n    bind 0.0.0.0:80\n    server *:1\n"
+    )
     write_ha_proxy_script(tmp_path / "haproxy", str(shown))
     for _ in range(2):
         output = subprocess.check_output([tmp_path / "haproxy", "-db", "-x", "-f", config], text=True)
         assert output == (
-            f"-db -x -f {config}\nlisten stats\n  bind 127.0.0.1:8404\nfrontend p\n    bind 127.0.0.1:9101\n"
+            f"-db -x -f {config}\ndefaults\n    option abortonclose\nlisten stats\n  bind 127.0.0.1:8404\nfrontend p\n    bind 127.0.0.1:9101\n"
             "    bind 0.0.0.0:80\n    server *:1\n"
         )
 
