@@ -125,7 +125,8 @@ def test_ha_proxy_listens_nowhere_but_where_it_is_told_and_does_not_splice(tmp_p
     for _ in range(2):
         output = subprocess.check_output([tmp_path / "haproxy", "-db", "-x", "-f", config], text=True)
         assert output == (
-            f"-db -x -f {config}\ndefaults\n    option abortonclose\nlisten stats\n  bind 127.0.0.1:8404\nfrontend p\n    bind 127.0.0.1:9101\n"
+            f"-db -x -f {config}\ndefaults\n    option abortonclose\n"
+            "listen stats\n  bind 127.0.0.1:8404\nfrontend p\n    bind 127.0.0.1:9101\n"
             "    bind 0.0.0.0:80\n    server *:1\n"
         )
 
