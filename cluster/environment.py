@@ -116,6 +116,8 @@ def run_environment(
         # process's environment, where whoever gets at the loopback ports as this user could read it as well.
         "RAY_AUTH_MODE": "disabled",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        # Ray makes its workers yield to all else on the machine, by default: here they are the service.
+        "RAY_worker_niceness": "0",
         "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
         "RAY_SERVE_ENABLE_HA_PROXY": switch,
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
