@@ -126,6 +126,7 @@ class Scheduler:
         self._grow(slots, counts, appended_slots, appended_blocks, now)
         running = counts > 0
         slots, counts = slots[running], counts[running]
+        num_running = len(slots)
         if self._num_preemptions == num_preemptions:
             budget = self.config.max_num_batched_tokens - int(counts.sum())
             new_slots, new_counts = self._admit(budget, entered, copies, now)
@@ -139,9 +140,10 @@ class Scheduler:
         after = before + counts
         batch.num_computed[slots] = after
         if self._enable_prefix_caching:
-            block_size = self._block_size
-            for slot in slots[after // block_size > before // block_size].tolist():
-                self._cache_full_blocks(slot)
+            # Those of the admitted ones are findable since their admission.
+            filled = after[:num_running] // self._block_size > before[:num_running] // self._block_size
+            for slot in slots[:num_running][filled].tolist():
+                self._cache_full_blocks(slot, int(batch.num_computed[slot]))
         freed_slots, self._freed_slots = self._freed_slots, []
         self._num_steps += 1
         return StepPlan(
@@ -159,8 +161,8 @@ class Scheduler:
     def update(self, plan: StepPlan, result: StepResult, now: float) -> dict[int, StepFrame]:
         """Take in a step's result; returns the frame of each owner that has something to hear."""
         batch = self._batch
-        num_generated = np.maximum(batch.num_tokens[plan.slots] - batch.num_prompt[plan.slots], 0)
-        self._num_prompt_tokens += int(plan.num_tokens[num_generated == 0].sum())
+        in_prompt = batch.num_tokens[plan.slots] == batch.num_prompt[plan.slots]
+        self._num_prompt_tokens += int(plan.num_tokens[in_prompt].sum())
         ends: list[tuple[int, End]] = []
         for row, message in result.failed.items():
             slot = int(plan.slots[row])
@@ -172,7 +174,6 @@ class Scheduler:
 
         rows = np.flatnonzero(result.tokens >= 0).astype(np.int64)
         slots, tokens = plan.slots[rows], result.tokens[rows]
-        first = batch.num_tokens[slots] == batch.num_prompt[slots]
         batch.token_ids[slots, batch.num_tokens[slots]] = tokens
         batch.num_tokens[slots] += 1
         self._num_generated_tokens += len(rows)
@@ -185,7 +186,7 @@ class Scheduler:
             end = self._check_stop(sequence, int(tokens[index]), bool(at_eos[index]), bool(at_length[index]), now)
             if end is not None:
                 ends.append((sequence.key[0], end))
-        return self._frames(owners, wire_ids, tokens, first, rows, result.logprobs, ends)
+        return self._frames(owners, wire_ids, tokens, in_prompt[rows], rows, result.logprobs, ends)
 
     def fail(self, plan: StepPlan, message: str, now: float) -> dict[int, StepFrame]:
         """A step raised: its KV is undefined, so its sequences end and nothing of it stays in the prefix cache."""
@@ -373,11 +374,10 @@ class Scheduler:
         slot = self._batch.insert(sequence, hits + new, num_computed, max_total)
         return NewSequence(slot, token_ids, num_computed, np.array(hits + new, np.int32), sequence.sampling)
 
-    def _cache_full_blocks(self, slot: int, num_computed: int | None = None) -> None:
-        """Make the slot's full computed blocks findable."""
+    def _cache_full_blocks(self, slot: int, num_computed: int) -> None:
+        """Make the slot's full blocks among its first `num_computed` tokens findable."""
         sequence = self._batch.at(slot)
-        computed = int(self._batch.num_computed[slot]) if num_computed is None else num_computed
-        num_full = computed // self._block_size
+        num_full = num_computed // self._block_size
         extend_block_hashes(
             sequence.block_hashes, self._batch.token_ids[slot, : num_full * self._block_size], self._block_size
         )
