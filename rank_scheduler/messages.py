@@ -17,6 +17,43 @@ import msgspec
 Int63 = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
+class Repetition(msgspec.Struct, frozen=True):
+    """End a request whose output repeats itself: the last `min_count` stretches of one length are equal."""
+
+    max_pattern_size: Annotated[int, msgspec.Meta(ge=1, le=1024)]
+    min_count: Annotated[int, msgspec.Meta(ge=2, le=1024)]
+    min_pattern_size: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1
+
+
+class GrammarKind(StrEnum):
+    JSON_SCHEMA = "json_schema"
+    JSON_OBJECT = "json_object"
+    """Any JSON object; `text` is empty."""
+    REGEX = "regex"
+    CHOICE = "choice"
+    """`text` is a JSON list of strings."""
+    LARK = "lark"
+
+
+class Grammar(msgspec.Struct, frozen=True):
+    """What the whole output must match, from its first token to its end-of-sequence token."""
+
+    kind: GrammarKind
+    text: str = ""
+
+
+class EncoderInput(msgspec.Struct, frozen=True):
+    """One multimodal item of a prompt, or the encoder's whole input of an encoder-decoder model."""
+
+    identifier: bytes
+    """Equal identifiers mean equal content: what is encoded once is not encoded again."""
+    offset: Int63
+    """First prompt position that its embeddings stand at; 0 for an encoder-decoder model."""
+    length: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
+    """How many embeddings it has."""
+    data: bytes = b""
+
+
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     """How to pick tokens and when to stop; validated by whoever builds it (the router's HTTP layer)."""
 
@@ -34,6 +71,9 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     ignore_eos: bool = False
     num_logprobs: Int63 | None = None
     """None: no logprobs; 0: the chosen token's only; k: the k most likely as well."""
+    min_tokens: Int63 = 0
+    """Until so many are generated, the sampler does not pick end-of-sequence or stop tokens."""
+    repetition: Repetition | None = None
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -47,23 +87,57 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 class FinishReason(StrEnum):
     STOP = "stop"
     LENGTH = "length"
+    REPETITION = "repetition"
     ABORT = "abort"
     ERROR = "error"
 
 
-class Submit(msgspec.Struct, frozen=True, tag="submit"):
+class Submit(msgspec.Struct, frozen=True, tag="submit", omit_defaults=True):
     """Router → rank: run this request."""
 
     id: Int63
     token_ids: bytes
     """The prompt as little-endian int32."""
     sampling: SamplingParams
+    request_id: str = ""
+    """The request's public name, to ask for with `Explain`; its sequences share it."""
+    priority: Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)] = 0
+    """Lower goes first, where the rank's policy is `priority`."""
+    cache_salt: str = ""
+    """Prefixes are shared only among requests of one salt."""
+    reads_prefix_cache: bool = True
+    grammar: Grammar | None = None
+    encoder_inputs: tuple[EncoderInput, ...] = ()
+    """In order of offset, not overlapping."""
+    is_session: bool = False
+    """A streaming session: a stop ends only the turn, and `Extend` goes on with the same KV."""
+    kv_transfer_params: dict[str, str | int] | None = None
+    """For the rank's KV connector."""
+
+
+class Extend(msgspec.Struct, frozen=True, tag="extend", omit_defaults=True):
+    """Router → rank: the next input of a streaming session. One that still generates takes it after its turn."""
+
+    id: Int63
+    token_ids: bytes = b""
+    """Follows what was computed so far; empty only with `is_last`."""
+    max_tokens: int = 1
+    """Of the coming turn."""
+    is_last: bool = False
+    """The session ends with the coming turn, or at once if there are no tokens."""
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
     """Router → rank: the client is gone. Answered by an `End` with reason ABORT if the request still lives."""
 
     id: Int63
+
+
+class Explain(msgspec.Struct, frozen=True, tag="explain"):
+    """Router → rank: what of this request, living or lately ended, whoever sent it? Answered by one `Explained`."""
+
+    query: Int63
+    request_id: str
 
 
 class End(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -97,6 +171,18 @@ class RankLoad(msgspec.Struct, frozen=True, array_like=True):
     num_prefix_queries: int = 0
     """Prompt tokens looked up in the prefix cache."""
     num_prefix_hits: int = 0
+    num_deferred: int = 0
+    """Requests that wait for something else than a turn: a grammar, a KV load, their next input."""
+    num_loads: int = 0
+    """KV loads in progress, and done but not yet running."""
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    """Draft tokens that were verified, and those of them that were right."""
+    estimated_flops: float = 0.0
+    estimated_bytes: float = 0.0
+    """Of all steps so far, from the model's shape."""
+    busy_s: float = 0.0
+    """Time within steps so far."""
 
 
 class StepFrame(msgspec.Struct, frozen=True, tag="step", omit_defaults=True):
@@ -109,9 +195,50 @@ class StepFrame(msgspec.Struct, frozen=True, tag="step", omit_defaults=True):
     logprobs: dict[int, TokenLogprobs] = {}
     """Index into `tokens` → its logprobs, for requests that asked."""
     ends: list[End] = []
+    turn_ends: list[End] = []
+    """Turns of streaming sessions that ended; the session itself lives on."""
     first_token_ids: list[int] = []
     """Requests whose prompt became fully computed in this step."""
 
 
-RouterToRank = Submit | Abort
-RankToRouter = StepFrame
+class TimelineEntry(msgspec.Struct, frozen=True):
+    """Something that happened to a request."""
+
+    at: float
+    """Seconds on the rank's monotonic clock."""
+    event: str
+    cause: str = ""
+
+
+class Explanation(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A sequence's present and past on one rank."""
+
+    state: str
+    timeline: list[TimelineEntry]
+    """Oldest first; bounded, so the middle of a long story is missing."""
+    reason: str = ""
+    """Why a waiting request is not running: a `WaitReason`."""
+    message: str = ""
+    """The same for people, with figures."""
+    figures: dict[str, int] = {}
+    num_prompt_tokens: int = 0
+    num_computed_tokens: int = 0
+    num_generated_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    position: int = -1
+    """Requests before it in its queue; -1 if it is in none."""
+
+
+class Explained(msgspec.Struct, frozen=True, tag="explained"):
+    """Rank → router: answers an `Explain`; ids that the rank does not remember are missing."""
+
+    query: int
+    now: float
+    """The rank's monotonic clock."""
+    explanations: list[Explanation]
+    """One per sequence of the request on this rank, in order of arrival; empty if none is remembered."""
+
+
+RouterToRank = Submit | Extend | Abort | Explain
+RankToRouter = StepFrame | Explained
