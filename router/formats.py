@@ -39,6 +39,9 @@ class Answer:
 class Format(Protocol):
     """How one endpoint writes its answers. One object per request."""
 
+    request_id: str
+    """The answer's id, the request's public name."""
+
     def opening(self, index: int) -> bytes:
         """What a choice's stream begins with."""
         ...
@@ -74,7 +77,8 @@ class _Format:
     def __init__(self, model: str, table: TokenTable, *, wants_logprobs: bool, include_usage: bool) -> None:
         self._table = table
         self._wants_logprobs = wants_logprobs
-        self._head = {"id": f"{self._id_prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+        self.request_id = f"{self._id_prefix}-{uuid.uuid4().hex}"
+        self._head = {"id": self.request_id, "created": int(time.time()), "model": model}
         self._usage_null: dict[str, Any] = {"usage": None} if include_usage else {}
         head = _encode({**self._head, "object": self._chunk_object, **self._usage_null, "choices": []})
         self._prefix = b"data: " + head.removesuffix(b"]}")

@@ -61,7 +61,7 @@ def _add_generation_routes(app: FastAPI, service: RouterService) -> None:
             wants_logprobs=request.num_logprobs is not None,
             include_usage=request.include_usage,
         )
-        return GenerationResponse(partial(service.open_flow, request), form)
+        return GenerationResponse(partial(service.open_flow, request, form.request_id), form)
 
     @app.post("/v1/chat/completions", openapi_extra=_body_schema(ChatCompletionRequest))
     async def chat_completions(request: Request) -> Response:

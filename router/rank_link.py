@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import msgspec
 
 from kv_transfer.connection import MAX_SEND_BUFFER_BYTES, Connection
-from rank_scheduler.messages import Abort, RankLoad, SamplingParams, StepFrame, Submit
+from rank_scheduler.messages import Abort, RankLoad, StepFrame, Submit
 from router.choice import Choice
 from router.control_messages import RankRecord
 from router.errors import ApiError, Cause
@@ -94,15 +94,15 @@ class RankLink:
     def candidate(self) -> Candidate:
         return Candidate(self.load, len(self._unseen), self._num_unseen_tokens)
 
-    def submit(self, token_ids: bytes, sampling: SamplingParams, choice: Choice) -> int:
-        """Send a prompt (little-endian int32) to the rank; returns the id to abort it by."""
+    def submit(self, prepared: Submit, choice: Choice) -> int:
+        """Send what is prepared, under an id of the link's own, to the rank; returns the id to abort it by."""
         request_id = self._next_id
         self._next_id += 1
         self._live[request_id] = choice
-        num_tokens = len(token_ids) // 4
+        num_tokens = len(prepared.token_ids) // 4
         self._unseen[request_id] = _Unseen(self.load.num_steps, num_tokens)
         self._num_unseen_tokens += num_tokens
-        if not self._connection.send(self._encoder.encode(Submit(request_id, token_ids, sampling))):
+        if not self._connection.send(self._encoder.encode(msgspec.structs.replace(prepared, id=request_id))):
             self._forget(request_id)
             choice.fail(self._lost("closed"))
         self._is_full = not self.has_room

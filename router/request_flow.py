@@ -13,7 +13,7 @@ import struct
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from rank_scheduler.messages import SamplingParams
+from rank_scheduler.messages import SamplingParams, Submit
 from router.choice import Choice, Delta
 from router.control_link import ControlLink
 from router.errors import ApiError, Cause, invalid
@@ -38,15 +38,20 @@ class RequestFlow:
         self,
         request: ChatCompletionRequest | CompletionRequest,
         *,
+        request_id: str,
         tokenizer: ChatTokenizer,
         control: ControlLink,
         pool: RankPool,
         metrics: RouterMetrics,
         max_model_len: int,
+        policy: str,
         on_close: Callable[[RequestFlow], None],
     ) -> None:
+        """`request_id`: the answer's public id; `policy`: the ranks' scheduling policy."""
         self.request = request
         self.num_prompt_tokens = 0
+        self._request_id = request_id
+        self._policy = policy
         self._tokenizer = tokenizer
         self._control = control
         self._pool = pool
@@ -167,7 +172,8 @@ class RequestFlow:
         choice = Choice(len(self._choices), self._tokenizer.tokenizer, sampling, self._notify, on_prefill_done)
         self._choices.append(choice)
         self._num_open += 1
-        self._submitted.append((link, link.submit(token_ids, sampling, choice)))
+        prepared = Submit(0, token_ids, sampling, request_id=self._request_id)
+        self._submitted.append((link, link.submit(prepared, choice)))
 
     def _notify(self, choice: Choice) -> None:
         self._dirty.append(choice)

@@ -38,6 +38,7 @@ class RouterSettings(BaseModel):
         default=60.0, gt=0, description="A client that reads nothing for so long counts as gone."
     )
     acquire_timeout_s: float = Field(default=2.0, gt=0, description="Wait for the control actor's answer.")
+    policy: str = Field(default="fcfs", description="The ranks' scheduling policy; `priority` lets requests have one.")
     rank_wait_timeout_s: float = Field(default=5.0, ge=0, description="Wait for a rank when there is none.")
     rank_silence_timeout_s: float = Field(
         default=10.0, gt=0, description="A rank that sends nothing for so long counts as lost; it should every second."
@@ -96,17 +97,22 @@ class RouterService:
         )
         self._control.start()
 
-    def open_flow(self, request: ChatCompletionRequest | CompletionRequest) -> RequestFlow:
-        """A new request's flow; its opener closes it. Raises ApiError when shutting down."""
+    def open_flow(self, request: ChatCompletionRequest | CompletionRequest, request_id: str) -> RequestFlow:
+        """A new request's flow; its opener closes it. Raises ApiError when shutting down.
+
+        `request_id` is the public one, of the answer.
+        """
         if self.is_shutting_down:
             raise _shutting_down()
         flow = RequestFlow(
             request,
+            request_id=request_id,
             tokenizer=self.tokenizer,
             control=self.control,
             pool=self.pool,
             metrics=self.metrics,
             max_model_len=self.settings.max_model_len,
+            policy=self.settings.policy,
             on_close=self._on_flow_closed,
         )
         self._flows.add(flow)
