@@ -1,24 +1,91 @@
-"""Hash chain over full blocks of tokens: equal hashes mean equal tokens from the sequence's start on."""
+"""Hash chain over full blocks of tokens: equal hashes mean equal content from the sequence's start on.
+
+hash(block) = SHA-256(hash(previous block) or the root, the block's tokens as little-endian int32, its extra keys).
+"""
 
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from rank_scheduler.plan import Int32Array
 
 # Any fixed value: every rank of every process must compute equal hashes for equal prefixes.
-_ROOT = hashlib.sha256(b"serried prefix chain").digest()
+ROOT_HASH = hashlib.sha256(b"serried prefix chain").digest()
+"""Parent of a sequence's first block."""
 
 
-def extend_block_hashes(hashes: list[bytes], token_ids: Int32Array, block_size: int) -> None:
-    """Append to `hashes` until every full block of `token_ids` (shape [n]) has one.
+@dataclass(frozen=True, slots=True)
+class ExtraKeys:
+    """What besides tokens makes two sequences differ."""
 
-    hash(block) = SHA-256(hash(previous block) or the root, the block's tokens as little-endian int32).
-    """
-    tokens = np.ascontiguousarray(token_ids, dtype="<i4")
-    parent = hashes[-1] if hashes else _ROOT
-    for start in range(len(hashes) * block_size, len(tokens) - block_size + 1, block_size):
-        parent = hashlib.sha256(parent + tokens[start : start + block_size].tobytes()).digest()
-        hashes.append(parent)
+    salt: str = ""
+    """Goes into the first block, and so into all."""
+    items: tuple[tuple[bytes, int, int], ...] = ()
+    """(identifier, offset, length) of encoder items, in positions; in order of offset, not overlapping."""
+
+    @property
+    def end(self) -> int:
+        """Blocks that start here or later have no extra keys."""
+        if self.items:
+            _, offset, length = self.items[-1]
+            return offset + length
+        return 1 if self.salt else 0
+
+    def for_block(self, start: int, end: int) -> bytes:
+        """Extra keys of the block at positions [start, end); empty if it has none.
+
+        The salt (empty but in the first block), then each overlapping item's identifier and its offset from the
+        block's start, which may be negative. Strings carry their length, so that no two lists of keys read alike.
+        """
+        salt = self.salt.encode() if start == 0 else b""
+        overlapping = []
+        for identifier, offset, _ in self.items[bisect_right(self.items, start, key=_item_end) :]:
+            if offset >= end:
+                break
+            overlapping.append(_prefixed(identifier) + (offset - start).to_bytes(8, "little", signed=True))
+        return _prefixed(salt) + b"".join(overlapping) if salt or overlapping else b""
+
+
+def extend_block_hashes(
+    hashes: list[bytes], token_ids: Int32Array, block_size: int, extra: ExtraKeys | None = None
+) -> None:
+    """Append to `hashes` until every full block of `token_ids` (shape [n]) has one."""
+    first, num_blocks = len(hashes), len(token_ids) // block_size
+    if first >= num_blocks:
+        return
+    rows = _row_bytes(token_ids[first * block_size : num_blocks * block_size].reshape(-1, block_size))
+    parent = hashes[-1] if hashes else ROOT_HASH
+    num_keyed = 0 if extra is None else max(0, -(-extra.end // block_size) - first)
+    sha256 = hashlib.sha256
+    if extra is not None:
+        for index, row in enumerate(rows[:num_keyed], first):
+            keys = extra.for_block(index * block_size, (index + 1) * block_size)
+            parent = sha256(parent + row + keys).digest()
+            hashes.append(parent)
+    hashes += [parent := sha256(parent + row).digest() for row in rows[num_keyed:]]
+
+
+def hash_blocks(parents: Sequence[bytes], token_rows: Int32Array) -> list[bytes]:
+    """Hashes of one block without extra keys per row; `parents`: one each, `token_rows`: shape [n, block_size]."""
+    sha256 = hashlib.sha256
+    return [sha256(parent + row).digest() for parent, row in zip(parents, _row_bytes(token_rows), strict=True)]
+
+
+def _row_bytes(token_rows: Int32Array) -> list[bytes]:
+    rows = np.ascontiguousarray(token_rows, dtype="<i4")
+    # One bytes object per row in a single call: half the time of slicing.
+    row_bytes: list[bytes] = rows.view(f"V{4 * rows.shape[1]}").ravel().tolist()
+    return row_bytes
+
+
+def _item_end(item: tuple[bytes, int, int]) -> int:
+    return item[1] + item[2]
+
+
+def _prefixed(value: bytes) -> bytes:
+    return len(value).to_bytes(4, "little") + value
