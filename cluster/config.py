@@ -7,14 +7,20 @@ known name. Nothing is written back: what is discovered at run time lives elsewh
 from __future__ import annotations
 
 import difflib
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from rank_scheduler.config import CacheConfig, SchedulerConfig
+
+logger = logging.getLogger(__name__)
+
+CPU_SCHEDULER_DEFAULTS = {"max_num_batched_tokens": 512, "max_num_seqs": 64}
+"""Instead of SchedulerConfig's own, where every pool is on the CPU: 2,048 tokens are many seconds on a small one."""
 
 
 class ConfigError(ValueError):
@@ -79,9 +85,25 @@ class ClusterConfig(_Section):
 
     model: ModelConfig = ModelConfig()
     cache: CacheConfig = CacheConfig()
-    scheduler: SchedulerConfig = SchedulerConfig()
+    scheduler: SchedulerConfig = Field(
+        default=SchedulerConfig(),
+        description="Scheduler of every rank. Where every pool is on the CPU, max_num_batched_tokens is "
+        f"{CPU_SCHEDULER_DEFAULTS['max_num_batched_tokens']} and max_num_seqs is "
+        f"{CPU_SCHEDULER_DEFAULTS['max_num_seqs']} unless given.",
+    )
     pools: dict[str, PoolConfig] = Field(default={"mixed": PoolConfig()}, min_length=1)
     router: RouterConfig = RouterConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_smaller_steps_on_the_cpu(cls, values: object) -> object:
+        if not isinstance(values, dict):
+            return values
+        pools, scheduler = values.get("pools", {}), values.get("scheduler", {})
+        # What is no section here is left for the check to report.
+        if isinstance(pools, dict) and isinstance(scheduler, dict) and all(map(_is_on_cpu, pools.values())):
+            return values | {"scheduler": CPU_SCHEDULER_DEFAULTS | scheduler}
+        return values
 
     @field_validator("pools")
     @classmethod
@@ -90,6 +112,18 @@ class ClusterConfig(_Section):
             if not name or not name.replace("-", "").isalnum() or not name.isascii():
                 raise ValueError(f"pool name {name!r} is not made of letters, digits and '-'; rename the pool")
         return pools
+
+    @model_validator(mode="after")
+    def _check_scheduler(self) -> Self:
+        """What the model itself allows is checked where it is loaded."""
+        if self.model.max_model_len is not None:
+            self.scheduler.check(self.model.max_model_len)
+        if self.scheduler.cache_aware_admission_window and not self.cache.enable_prefix_caching:
+            logger.warning(
+                "scheduler.cache_aware_admission_window (%d) has no effect while cache.enable_prefix_caching is false",
+                self.scheduler.cache_aware_admission_window,
+            )
+        return self
 
     @property
     def num_ranks(self) -> int:
@@ -108,6 +142,13 @@ class ClusterConfig(_Section):
         if self.pools[pool].device == "cuda":
             return None
         return available_bytes // sum(each.num_ranks for each in self.pools.values() if each.device == "cpu")
+
+
+def _is_on_cpu(pool: object) -> bool:
+    """Of a pool before or after its check."""
+    if isinstance(pool, PoolConfig):
+        return pool.device == "cpu"
+    return isinstance(pool, dict) and pool.get("device", "cpu") == "cpu"
 
 
 def load_config(path: Path | None, overrides: Mapping[str, object] | None = None) -> ClusterConfig:
@@ -183,11 +224,14 @@ def _explain(finding: dict[str, Any]) -> str:
     kind, context, given = finding["type"], finding.get("ctx", {}), finding["input"]
     if kind == "extra_forbidden":
         return f"{where}: unknown key (value {given!r}); {_suggest(location)}"
+    if kind == "missing":
+        return f"{where}: is missing; give it"
     if kind == "value_error":
         return f"{where}: {context['error']}"
     remedies: dict[str, Callable[[], str]] = {
         "greater_than_equal": lambda: f"set it to {context['ge']} or more",
         "greater_than": lambda: f"set it to more than {context['gt']}",
+        "less_than": lambda: f"set it to less than {context['lt']}",
         "less_than_equal": lambda: f"set it to {context['le']} or less",
         "literal_error": lambda: f"choose {context['expected']}",
         "int_type": lambda: "give a whole number",
@@ -216,9 +260,12 @@ def _suggest(location: tuple[Any, ...]) -> str:
             parts = parts[1:]
         else:
             annotation = section.model_fields[part].annotation
-            assert isinstance(annotation, type)
-            assert issubclass(annotation, BaseModel)
-            section = annotation
+            # A section that may be left out is a union with None.
+            [section] = [
+                each
+                for each in (annotation, *get_args(annotation))
+                if isinstance(each, type) and issubclass(each, BaseModel)
+            ]
     known = list(section.model_fields)
     near = difflib.get_close_matches(str(location[-1]), known, n=1)
     return f"did you mean {near[0]!r}?" if near else f"the keys here are {', '.join(known)}"

@@ -10,9 +10,19 @@ import hashlib
 import importlib
 import json
 import logging
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, cast, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, WithJsonSchema, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    ValidationInfo,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
 
 if TYPE_CHECKING:
     from rank_scheduler.interface import SchedulerInterface
@@ -36,10 +46,21 @@ def _dotted_path(scheduler_cls: object) -> object:
     )
 
 
-class SpeculativeConfig(BaseModel):
-    """Draft tokens from the request's own text, verified in the same step; outputs stay the same."""
-
+class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_switches_as_numbers(cls, value: object, info: ValidationInfo) -> object:
+        """In YAML a bare `on` or `yes` is a boolean, and Python takes that for the number 1."""
+        field = cls.model_fields[str(info.field_name)]
+        if isinstance(value, bool) and bool not in (field.annotation, *get_args(field.annotation)):
+            raise ValueError(f"{info.field_name} ({value}) is no switch; give a value of the kind that it takes")
+        return value
+
+
+class SpeculativeConfig(_Section):
+    """Draft tokens from the request's own text, verified in the same step; outputs stay the same."""
 
     method: Literal["ngram"] = Field(default="ngram", description="Where drafts come from: the request's own tokens.")
     num_speculative_tokens: int = Field(ge=1, description="Draft tokens per sequence and step, at most.")
@@ -57,10 +78,8 @@ class SpeculativeConfig(BaseModel):
         return self
 
 
-class SchedulerConfig(BaseModel):
+class SchedulerConfig(_Section):
     """One rank's scheduler, and the limits of the cluster's queue."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     runner_type: Literal["generate", "pooling", "draft"] = Field(
         default="generate", description="What the model runner does; pooling: no token is sampled."
@@ -394,10 +413,8 @@ class SchedulerConfig(BaseModel):
         return hashlib.sha256(json.dumps(self.compile_factors(), sort_keys=True).encode()).hexdigest()
 
 
-class CacheConfig(BaseModel):
+class CacheConfig(_Section):
     """One rank's KV cache."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     block_size: int = Field(default=16, ge=1, le=256, description="Token positions per KV block.")
     num_blocks: int | None = Field(
