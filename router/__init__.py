@@ -16,5 +16,8 @@ tokenizes, counts its prompt tokens, lets `rank_pool` pick a rank (`placement`),
 body, as `formats` encodes them. Whatever ends it, its `finally` aborts what still runs on the rank and releases
 its counts, once.
 
-`ledger` and `placement` are pure: events and `now` in, decisions out.
+Why a request waits: `service.explain` asks all ranks, and `explanation` puts their answers and the router's own
+knowledge together.
+
+`ledger`, `placement` and `explanation` are pure: events and `now` in, decisions out.
 """

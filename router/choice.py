@@ -32,6 +32,7 @@ class Choice:
     """Filled by its rank's link, in callbacks; emptied by its request's task.
 
     A link calls `add_token` and `prefill_done` any number of times and then exactly one of `finish` and `fail`.
+    The task hears of the first token at once, then of every `stream_interval` tokens, and of the end.
     """
 
     __slots__ = (
@@ -39,6 +40,7 @@ class Choice:
         "_logprobs",
         "_on_prefill_done",
         "_stop_text",
+        "_stream_interval",
         "_tokens",
         "_wants_logprobs",
         "end",
@@ -56,6 +58,7 @@ class Choice:
         index: int,
         tokenizer: Tokenizer,
         sampling: SamplingParams,
+        stream_interval: int,
         notify: Callable[[Choice], None],
         on_prefill_done: Callable[[], None],
     ) -> None:
@@ -68,6 +71,7 @@ class Choice:
         self.last_delta_at: float | None = None
         self.notify = notify
         self._on_prefill_done = on_prefill_done
+        self._stream_interval = stream_interval
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
         self._wants_logprobs = sampling.num_logprobs is not None
@@ -85,7 +89,7 @@ class Choice:
             self._logprobs.append(logprobs or _UNKNOWN_LOGPROBS)
         if not self.is_prefilled:
             self.prefill_done()
-        if not self.is_dirty:
+        if not self.is_dirty and (self.num_generated_tokens == 1 or len(self._tokens) >= self._stream_interval):
             self.is_dirty = True
             self.notify(self)
 

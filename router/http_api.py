@@ -135,6 +135,11 @@ def _add_operation_routes(app: FastAPI, service: RouterService) -> None:
         _check_model(service, name)
         return _json(model)
 
+    @app.get("/v1/requests/{request_id:path}/explain")
+    async def explain(request_id: str) -> Response:
+        """Where a request is, why it waits, and what has happened to it, by the id of its answer."""
+        return _json(await service.explain(request_id))
+
     @app.get("/health")
     async def health() -> Response:
         """200 while the process answers."""

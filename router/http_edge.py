@@ -56,7 +56,9 @@ class HttpEdge:
             nonlocal has_started
             if message["type"] == "http.response.start":
                 has_started = True
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
+                given = message.get("headers", ())
+                if not any(name == b"x-request-id" for name, _ in given):  # a generation's is its public id
+                    message["headers"] = [*given, (b"x-request-id", request_id)]
             await timed_send(message)
 
         async def receive_limited() -> Message:

@@ -25,6 +25,11 @@ _REQUEST_BUCKETS = (0.1, 0.25, 0.5, 1, 2, 5, 10, 20, 40, 60, 120, 300, 600)
 _RANK_GAUGES: dict[str, tuple[str, Callable[[RankLoad], float]]] = {
     "num_requests_running": ("Sequences that the rank runs.", lambda load: load.num_running),
     "num_requests_waiting": ("Sequences that wait on the rank.", lambda load: load.num_waiting),
+    "num_requests_deferred": (
+        "Sequences that wait for something else than a turn: a grammar, a KV load, their next input.",
+        lambda load: load.num_deferred,
+    ),
+    "num_kv_loads": ("KV loads in progress, and done but not yet running.", lambda load: load.num_loads),
     "num_waiting_tokens": ("Prompt tokens still to be computed.", lambda load: load.num_waiting_tokens),
     "kv_cache_usage_perc": (
         "Share of KV blocks in use, 0 to 1.",
@@ -39,6 +44,14 @@ _RANK_COUNTERS: dict[str, tuple[str, Callable[[RankLoad], float]]] = {
     "generation_tokens": ("Tokens generated.", lambda load: load.num_generated_tokens),
     "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", lambda load: load.num_prefix_queries),
     "prefix_cache_hits": ("Prompt tokens found in the prefix cache.", lambda load: load.num_prefix_hits),
+    "spec_decode_num_draft_tokens": ("Draft tokens that were verified.", lambda load: load.num_draft_tokens),
+    "spec_decode_num_accepted_tokens": ("Draft tokens that were right.", lambda load: load.num_accepted_tokens),
+    "estimated_flops": ("Arithmetic of all steps, from the model's shape.", lambda load: load.estimated_flops),
+    "estimated_bytes": (
+        "Weights and KV moved in all steps, from the model's shape.",
+        lambda load: load.estimated_bytes,
+    ),
+    "engine_busy_seconds": ("Time within steps.", lambda load: load.busy_s),
     "engine_steps": ("Steps of the rank.", lambda load: load.num_steps),
 }
 

@@ -24,7 +24,7 @@ class PeerFault(StrEnum):
     SILENT = "silent"
     """It was not heard of, or did not answer, in time; its connection was cut."""
     STALE = "stale"
-    """It sent a token or an end of a sequence that is not live: aborted meanwhile, or never there."""
+    """It sent a token or an end of a sequence that is not live, or an answer that nobody waits for (any more)."""
     UNEXPECTED = "unexpected"
     """What it sent made the router fail in a way that nobody foresaw; its connection was cut."""
 

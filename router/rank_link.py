@@ -1,4 +1,4 @@
-"""One connection to one rank: submits, aborts, and the frames that come back.
+"""One connection to one rank: submits, aborts, questions, and the frames that come back.
 
 Ownership: from `submit` on the link owes the choice exactly one `finish` or `fail`, whatever happens to the
 connection; `abort` takes that duty back. Ids are the link's, never used twice.
@@ -14,10 +14,11 @@ from dataclasses import dataclass
 import msgspec
 
 from kv_transfer.connection import MAX_SEND_BUFFER_BYTES, Connection
-from rank_scheduler.messages import Abort, RankLoad, StepFrame, Submit
+from rank_scheduler.messages import Abort, Explain, Explained, RankLoad, RankToRouter, StepFrame, Submit
 from router.choice import Choice
 from router.control_messages import RankRecord
 from router.errors import ApiError, Cause
+from router.explanation import RankAnswer
 from router.peer import UNDECODABLE, PeerFault
 from router.placement import Candidate, load_contains
 
@@ -62,9 +63,11 @@ class RankLink:
         self._count = count
         self._loop = asyncio.get_running_loop()
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(StepFrame)
+        self._decoder: msgspec.msgpack.Decoder[RankToRouter] = msgspec.msgpack.Decoder(RankToRouter)
         self._next_id = 1
+        self._next_query = 1
         self._live: dict[int, Choice] = {}
+        self._queries: dict[int, asyncio.Future[Explained | None]] = {}
         self._unseen: dict[int, _Unseen] = {}
         self._num_unseen_tokens = 0
         self._is_full = False
@@ -114,6 +117,27 @@ class RankLink:
             self._connection.send(self._encoder.encode(Abort(request_id)))
             self._tell_if_idle()
 
+    async def explain(self, request_id: str, timeout_s: float) -> RankAnswer:
+        """What the rank knows of a request, by its public id; nothing if it does not say so in time, or is lost.
+
+        A rank answers between two steps.
+        """
+        query = self._next_query
+        self._next_query += 1
+        answer: asyncio.Future[Explained | None] = self._loop.create_future()
+        explained: Explained | None = None
+        # A rank that is behind with reading would not answer in time, and must not be sent more.
+        if self.has_room and self._connection.send(self._encoder.encode(Explain(query, request_id))):
+            self._queries[query] = answer
+            try:
+                async with asyncio.timeout(timeout_s):
+                    explained = await answer
+            except TimeoutError:
+                logger.info("rank %s did not explain %s in %g s", self.record.rank_id, request_id, timeout_s)
+            finally:
+                self._queries.pop(query, None)
+        return RankAnswer(self.record.rank_id, explained, self._loop.time())
+
     def close(self, reason: str) -> None:
         self._connection.close(reason)
 
@@ -128,10 +152,23 @@ class RankLink:
         except UNDECODABLE as error:
             self._cut_malformed(f"what is no frame: {error}")
             return
-        if len(frame.ids) != len(frame.tokens):
+        if isinstance(frame, Explained):
+            self._last_frame_at = self._loop.time()
+            self._on_explained(frame)
+        elif len(frame.ids) == len(frame.tokens):
+            self._last_frame_at = self._loop.time()
+            self._on_step(frame)
+        else:
             self._cut_malformed(f"{len(frame.tokens)} tokens for {len(frame.ids)} ids")
-            return
-        self._last_frame_at = self._loop.time()
+
+    def _on_explained(self, explained: Explained) -> None:
+        answer = self._queries.pop(explained.query, None)
+        if answer is None or answer.done():
+            self._count(PeerFault.STALE)
+        else:
+            answer.set_result(explained)
+
+    def _on_step(self, frame: StepFrame) -> None:
         self.load = frame.load
         live = self._live
         for request_id in frame.first_token_ids:
@@ -188,6 +225,9 @@ class RankLink:
     def _on_closed(self, closed: asyncio.Future[str]) -> None:
         self._watch.cancel()
         live, self._live = self._live, {}
+        for answer in self._queries.values():
+            if not answer.done():
+                answer.set_result(None)
         self._unseen.clear()
         self._num_unseen_tokens = 0
         if live:

@@ -15,6 +15,7 @@ from functools import partial
 from kv_transfer.connection import Connection, connect
 from router.control_messages import RankRecord
 from router.errors import ApiError, Cause
+from router.explanation import RankAnswer
 from router.peer import PeerFault, keep_connected
 from router.placement import least_loaded
 from router.rank_link import RankLink
@@ -63,6 +64,15 @@ class RankPool:
         """Sequences on all ranks."""
         return sum(link.num_live for link in self._links.values())
 
+    def figures(self) -> dict[str, int]:
+        """How many ranks there are for a new prompt."""
+        links = self.links
+        return {
+            "num_ranks_known": self.num_members,
+            "num_ranks_connected": len(links),
+            "num_ranks_with_room": sum(link.has_room for link in links),
+        }
+
     def reconcile(self, members: Sequence[RankRecord]) -> None:
         """These ranks are live now: connect to new ones, leave those that are gone when they are idle."""
         self._members = {record.boot_id: record for record in members}
@@ -98,6 +108,11 @@ class RankPool:
                 ) from None
         self._turn += 1
         return links[least_loaded([link.candidate() for link in links], self._turn)]
+
+    async def explain(self, request_id: str, timeout_s: float) -> list[RankAnswer]:
+        """What each connected rank knows of a request, those included that are no members any more."""
+        links = sorted((link for link in self._links.values() if link.is_open), key=lambda link: link.record.rank_id)
+        return await asyncio.gather(*(link.explain(request_id, timeout_s) for link in links))
 
     async def close(self) -> None:
         """Close all connections and end all tasks."""

@@ -17,6 +17,7 @@ from rank_scheduler.messages import SamplingParams, Submit
 from router.choice import Choice, Delta
 from router.control_link import ControlLink
 from router.errors import ApiError, Cause, invalid
+from router.explanation import InRouter, RouterStage
 from router.metrics import RouterMetrics
 from router.protocol import (
     DEFAULT_COMPLETION_MAX_TOKENS,
@@ -45,13 +46,15 @@ class RequestFlow:
         metrics: RouterMetrics,
         max_model_len: int,
         policy: str,
+        stream_interval: int,
         on_close: Callable[[RequestFlow], None],
     ) -> None:
         """`request_id`: the answer's public id; `policy`: the ranks' scheduling policy."""
         self.request = request
         self.num_prompt_tokens = 0
-        self._request_id = request_id
+        self.request_id = request_id
         self._policy = policy
+        self._stream_interval = stream_interval
         self._tokenizer = tokenizer
         self._control = control
         self._pool = pool
@@ -61,6 +64,7 @@ class RequestFlow:
         self._loop = asyncio.get_running_loop()
         self._arrived_at = self._loop.time()
         self._key: int | None = None
+        self._stage = RouterStage.ADMISSION
         self._choices: list[Choice] = []
         self._submitted: list[tuple[RankLink, int]] = []
         self._num_open = 0
@@ -95,6 +99,7 @@ class RequestFlow:
         self._check_vocabulary(request.stop_token_ids or (), "stop_token_ids")
         self._key = self._control.new_key()
         await self._control.acquire(self._key, request.num_sequences, 0)
+        self._stage = RouterStage.TOKENIZATION
         prompts = await self._tokenize()
         self.num_prompt_tokens = sum(map(len, prompts))
         max_tokens = [self._max_tokens(prompt) for prompt in prompts]
@@ -102,7 +107,9 @@ class RequestFlow:
             self._check_vocabulary(prompt, "prompt")
         num_tokens = self.num_prompt_tokens * request.num_choices
         self._check_size(num_tokens)
+        self._stage = RouterStage.ADMISSION
         await self._control.acquire(self._key, 0, num_tokens)
+        self._stage = RouterStage.PLACEMENT
         seed = request.seed if request.seed is not None else int.from_bytes(os.urandom(8), "little")
         for prompt_index, prompt in enumerate(prompts):
             link = await self._pool.pick()
@@ -140,6 +147,25 @@ class RequestFlow:
             self._raise_error()
         return deltas
 
+    def in_router(self) -> InRouter | None:
+        """What those sequences wait for that no rank has yet; None if there are none."""
+        num_sequences = self.request.num_sequences - len(self._choices)
+        if num_sequences == 0:
+            return None
+        figures = {"num_sequences": num_sequences}
+        match self._stage:
+            case RouterStage.ADMISSION:
+                message = "waits for the control actor to count it in the cluster's queue"
+            case RouterStage.TOKENIZATION:
+                message = "waits for its prompt's tokens"
+            case RouterStage.PLACEMENT:
+                figures |= self._pool.figures()
+                message = (
+                    f"waits for a rank with room: {figures['num_ranks_known']} known, "
+                    f"{figures['num_ranks_connected']} connected, {figures['num_ranks_with_room']} with room"
+                )
+        return InRouter(self._stage, message, figures, self.num_prompt_tokens, self._arrived_at, self._loop.time())
+
     def fail(self, error: ApiError) -> None:
         """End the request from outside; its owner's next wait raises `error`."""
         self._error = self._error or error
@@ -169,10 +195,17 @@ class RequestFlow:
 
     def _submit(self, link: RankLink, token_ids: bytes, sampling: SamplingParams) -> None:
         on_prefill_done = partial(self._prefill_done, len(token_ids) // 4)
-        choice = Choice(len(self._choices), self._tokenizer.tokenizer, sampling, self._notify, on_prefill_done)
+        choice = Choice(
+            len(self._choices),
+            self._tokenizer.tokenizer,
+            sampling,
+            self._stream_interval,
+            self._notify,
+            on_prefill_done,
+        )
         self._choices.append(choice)
         self._num_open += 1
-        prepared = Submit(0, token_ids, sampling, request_id=self._request_id)
+        prepared = Submit(0, token_ids, sampling, request_id=self.request_id)
         self._submitted.append((link, link.submit(prepared, choice)))
 
     def _notify(self, choice: Choice) -> None:

@@ -31,6 +31,7 @@ class GenerationResponse(Response):
         super().__init__()
         self._open_flow = open_flow
         self._form = form
+        self._id_header = {"x-request-id": form.request_id}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         flow = self._open_flow()
@@ -58,10 +59,10 @@ class GenerationResponse(Response):
                 for delta in await flow.next():
                     answers[delta.index].add(delta)
         except ApiError as error:
-            await _refuse(flow, error, send)
+            await self._refuse(flow, error, send)
             return
         flow.close(None)
-        await _send_body(200, self._form.body(answers, _usage(flow)), {}, send)
+        await _send_body(200, self._form.body(answers, _usage(flow)), self._id_header, send)
 
     async def _stream(self, flow: RequestFlow, send: Send) -> None:
         form, wants_logprobs = self._form, flow.request.num_logprobs is not None
@@ -69,9 +70,9 @@ class GenerationResponse(Response):
             await flow.begin()
             deltas = await flow.next()
         except ApiError as error:
-            await _refuse(flow, error, send)
+            await self._refuse(flow, error, send)
             return
-        await send({"type": "http.response.start", "status": 200, "headers": _SSE_HEADERS})
+        await send({"type": "http.response.start", "status": 200, "headers": _SSE_HEADERS + _raw(self._id_header)})
         begun: set[int] = set()
         try:
             while not flow.is_finished:
@@ -87,6 +88,10 @@ class GenerationResponse(Response):
             if flow.request.include_usage:
                 tail += form.usage_chunk(_usage(flow))
         await send({"type": "http.response.body", "body": tail + DONE, "more_body": False})
+
+    async def _refuse(self, flow: RequestFlow, error: ApiError, send: Send) -> None:
+        flow.close(error)
+        await _send_body(error.status, error.body(), self._id_header | error.headers(), send)
 
     def _events(self, deltas: list[Delta], begun: set[int], wants_logprobs: bool) -> bytes:
         """The deltas as SSE; those that have nothing to show yet (text held back) are left out."""
@@ -126,13 +131,11 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-async def _refuse(flow: RequestFlow, error: ApiError, send: Send) -> None:
-    flow.close(error)
-    await _send_body(error.status, error.body(), error.headers(), send)
-
-
 async def _send_body(status: int, body: bytes, headers: dict[str, str], send: Send) -> None:
-    raw_headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    raw_headers += [(name.encode(), value.encode()) for name, value in headers.items()]
-    await send({"type": "http.response.start", "status": status, "headers": raw_headers})
+    headers = {"content-type": "application/json", "content-length": str(len(body)), **headers}
+    await send({"type": "http.response.start", "status": status, "headers": _raw(headers)})
     await send({"type": "http.response.body", "body": body})
+
+
+def _raw(headers: dict[str, str]) -> list[tuple[bytes, bytes]]:
+    return [(name.encode(), value.encode()) for name, value in headers.items()]

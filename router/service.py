@@ -14,6 +14,7 @@ from rank_scheduler.messages import RankLoad
 from router.control_link import ControlAddress, ControlLink
 from router.control_messages import QueueCounts, RankRecord
 from router.errors import ApiError, Cause
+from router.explanation import RequestExplanation, check_request_id, put_together
 from router.metrics import RouterMetrics
 from router.protocol import ChatCompletionRequest, CompletionRequest
 from router.rank_pool import RankPool
@@ -40,8 +41,14 @@ class RouterSettings(BaseModel):
     acquire_timeout_s: float = Field(default=2.0, gt=0, description="Wait for the control actor's answer.")
     policy: str = Field(default="fcfs", description="The ranks' scheduling policy; `priority` lets requests have one.")
     rank_wait_timeout_s: float = Field(default=5.0, ge=0, description="Wait for a rank when there is none.")
+    stream_interval: int = Field(
+        default=1, ge=1, description="Tokens between a stream's events; the first and the last are sent at once."
+    )
     rank_silence_timeout_s: float = Field(
         default=10.0, gt=0, description="A rank that sends nothing for so long counts as lost; it should every second."
+    )
+    explain_timeout_s: float = Field(
+        default=10.0, gt=0, description="Wait for a rank's answer to why a request waits; it comes after its step."
     )
 
 
@@ -113,10 +120,38 @@ class RouterService:
             metrics=self.metrics,
             max_model_len=self.settings.max_model_len,
             policy=self.settings.policy,
+            stream_interval=self.settings.stream_interval,
             on_close=self._on_flow_closed,
         )
         self._flows.add(flow)
         return flow
+
+    async def explain(self, request_id: str) -> RequestExplanation:
+        """Where a request is, whoever's, by its public id, and why. Raises ApiError if nobody knows it."""
+        check_request_id(request_id)
+        flow = next((flow for flow in self._flows if flow.request_id == request_id), None)
+        # One that no rank has seen yet is not to wait for ranks' answers.
+        is_only_here = flow is not None and flow.num_choices == 0
+        answers = [] if is_only_here else await self.pool.explain(request_id, self.settings.explain_timeout_s)
+        in_router = flow.in_router() if flow in self._flows else None
+        explanation = put_together(request_id, in_router, answers)
+        if explanation.sequences:
+            return explanation
+        silent = explanation.ranks_without_answer
+        if silent or not answers:
+            raise ApiError(
+                Cause.NO_RANK_AVAILABLE,
+                f"id: {request_id} may be on a rank that could not be asked: {len(answers)} ranks are connected, "
+                f"without an answer after {self.settings.explain_timeout_s:g} s: {', '.join(silent) or 'none'}; "
+                "ask again",
+                "id",
+            )
+        raise ApiError(
+            Cause.NOT_FOUND,
+            f"id: {request_id} is known neither to this router nor to any of {len(answers)} ranks: it ended a while "
+            "ago, or waits in another router, or never was; check the id, and ask again if it has no answer yet",
+            "id",
+        )
 
     def shut_down(self) -> None:
         """End every stream with an error event, and refuse what comes. Idempotent."""

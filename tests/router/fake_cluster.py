@@ -21,11 +21,15 @@ from kv_transfer.connection import Connection, Listener
 from rank_scheduler.messages import (
     Abort,
     End,
+    Explain,
+    Explained,
+    Explanation,
     FinishReason,
     RankLoad,
     RouterToRank,
     StepFrame,
     Submit,
+    TimelineEntry,
     TokenLogprobs,
 )
 from rank_scheduler.stop_strings import StopStringMatcher
@@ -74,6 +78,7 @@ class Sequence:
     submit: Submit
     tokens: list[int]
     matcher: StopStringMatcher | None
+    added_at: float
     num_sent: int = 0
 
 
@@ -89,6 +94,9 @@ class FakeRank:
     aborts: list[int] = field(default_factory=list)
     connections: list[Connection] = field(default_factory=list)
     num_steps: int = 0
+    explains: list[Explain] = field(default_factory=list)
+    num_answers_to_explain: int = 1
+    """Copies of each answer; 0 is a rank within a long step."""
     greetings: list[bytes] = field(default_factory=list)
     """What the next connections begin with, in place of a frame."""
 
@@ -137,21 +145,53 @@ class FakeRank:
             num_running=len(self.live), num_free_blocks=48, num_blocks=64, num_steps=self.num_steps, num_prompt_tokens=7
         )
 
+    def now(self) -> float:
+        """This rank's clock, which began at another time than everybody else's."""
+        return asyncio.get_running_loop().time() + 1_000 * (self.index + 1)
+
+    def explained(self, explain: Explain) -> Explained:
+        """What it knows of its live sequences: those without a token wait, as many before them as have come earlier."""
+        live = list(self.live.values())
+        return Explained(
+            explain.query,
+            self.now(),
+            [
+                Explanation(
+                    "running" if sequence.num_sent else "waiting",
+                    [TimelineEntry(sequence.added_at, "QUEUED"), TimelineEntry(self.now(), "ASKED", "by a router")],
+                    reason="" if sequence.num_sent else "max_num_seqs",
+                    message="" if sequence.num_sent else "all 8 slots run",
+                    figures={} if sequence.num_sent else {"max_num_seqs": 8},
+                    num_prompt_tokens=len(sequence.submit.token_ids) // 4,
+                    num_generated_tokens=sequence.num_sent,
+                    position=-1 if sequence.num_sent else position,
+                )
+                for position, sequence in enumerate(live)
+                if sequence.submit.request_id == explain.request_id
+            ],
+        )
+
     def _on_connection(self, connection: Connection) -> None:
         self.connections.append(connection)
-        connection.start(self._on_frame)
+        connection.start(functools.partial(self._on_frame, connection))
         connection.send(self.greetings.pop(0) if self.greetings else msgspec.msgpack.encode(StepFrame(self.load())))
 
-    def _on_frame(self, payload: bytes) -> None:
+    def _on_frame(self, connection: Connection, payload: bytes) -> None:
         message = msgspec.msgpack.decode(payload, type=RouterToRank)
         if isinstance(message, Abort):
             self.aborts.append(message.id)
             self.live.pop(message.id, None)
             return
+        if isinstance(message, Explain):
+            self.explains.append(message)
+            for _ in range(self.num_answers_to_explain):
+                connection.send(msgspec.msgpack.encode(self.explained(message)))
+            return
+        assert isinstance(message, Submit)
         self.submits.append(message)
         stop = message.sampling.stop
         matcher = StopStringMatcher(stop, IncrementalDetokenizer(self.tokenizer)) if stop else None
-        self.live[message.id] = Sequence(message, list(self.reply), matcher)
+        self.live[message.id] = Sequence(message, list(self.reply), matcher, self.now())
         self._moved.set()
 
     async def _steps(self) -> None:
