@@ -9,7 +9,7 @@ from ray import serve
 from cluster.config import ClusterConfig
 from cluster.rank import Rank
 from cluster.router_replica import RouterReplica
-from router.service import RouterSettings
+from cluster.router_settings import router_settings
 
 APPLICATION_NAME = "serried"
 ROUTER_DEPLOYMENT = "router"
@@ -54,13 +54,7 @@ def build(
         )
         for name, settings in config.pools.items()
     ]
-    settings = RouterSettings(
-        model_name=model_name,
-        model_dir=model_dir,
-        max_model_len=max_model_len,
-        max_body_bytes=config.router.max_body_bytes,
-        rank_silence_timeout_s=config.router.rank_silence_timeout_s,
-    )
+    settings = router_settings(config, model_dir=model_dir, model_name=model_name, max_model_len=max_model_len)
     return _deployment(RouterReplica, ROUTER_DEPLOYMENT, config.router.num_routers).bind(settings, secret, pools)
 
 

@@ -1,0 +1,21 @@
+"""What of the cluster's configuration concerns the routers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cluster.config import ClusterConfig
+from router.service import RouterSettings
+
+
+def router_settings(config: ClusterConfig, *, model_dir: Path, model_name: str, max_model_len: int) -> RouterSettings:
+    """What each router is told before it starts."""
+    return RouterSettings(
+        model_name=model_name,
+        model_dir=model_dir,
+        max_model_len=max_model_len,
+        max_body_bytes=config.router.max_body_bytes,
+        policy=config.scheduler.policy,
+        stream_interval=config.scheduler.stream_interval,
+        rank_silence_timeout_s=config.router.rank_silence_timeout_s,
+    )
