@@ -1,12 +1,18 @@
 import json
+import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 from pydantic import ValidationError
 from typer.testing import CliRunner
 
 from cluster.cli import app
-from cluster.config import ClusterConfig, ConfigError, load_config
+from cluster.config import ClusterConfig, ConfigError, ModelConfig, PoolConfig, RouterConfig, load_config
+from cluster.flags import FLAGS
+from rank_scheduler.config import CacheConfig, SchedulerConfig, SpeculativeConfig
+from tests.rank_scheduler.test_config import CHANGED
 
 
 def refusal(text: str, tmp_path: Path) -> str:
@@ -63,6 +69,30 @@ def test_a_flag_for_the_only_pool_needs_one(tmp_path: Path) -> None:
         ("scheduler: {max_num_seqs: 600}", ["scheduler", "600", "512", "raise max_num_batched_tokens"]),
         ("model: {dtype: float16}", ["model.dtype", "'float16'", "choose"]),
         ("router: {port: 1, port: 2}", ["'port'", "a second time"]),
+        ("scheduler: {policy: priority, policy: fcfs}", ["'policy'", "a second time"]),
+        ("scheduler: {max_num_seq: 1}", ["scheduler.max_num_seq", "did you mean 'max_num_seqs'"]),
+        ("scheduler: {max_num_seqs: yes}", ["scheduler.max_num_seqs", "True", "no switch"]),
+        ("scheduler: {policy: sjf}", ["scheduler.policy", "'sjf'", "choose 'fcfs' or 'priority'"]),
+        ("scheduler: {watermark: 1.0}", ["scheduler.watermark", "1.0", "less than 1"]),
+        ("scheduler: {scheduler_cls: Mine}", ["scheduler.scheduler_cls", "'Mine'", "package.module.ClassName"]),
+        ("scheduler:", ["scheduler", "section"]),
+        (
+            "scheduler: {speculative: {num_speculative_token: 3}}",
+            [
+                "scheduler.speculative.num_speculative_tokens: is missing",
+                "scheduler.speculative.num_speculative_token:",
+                "did you mean 'num_speculative_tokens'",
+            ],
+        ),
+        ("scheduler: {speculative: ngram}", ["scheduler.speculative", "'ngram'", "section"]),
+        (
+            "scheduler: {speculative: {num_speculative_tokens: 1, prompt_lookup_min: 6}}",
+            ["scheduler.speculative", "prompt_lookup_min (6)", "prompt_lookup_max (5)"],
+        ),
+        (
+            "{model: {max_model_len: 1024}, scheduler: {enable_chunked_prefill: false}}",
+            ["max_num_batched_tokens (512)", "max_model_len (1024)", "enable_chunked_prefill"],
+        ),
         ("[1, 2]", ["not a mapping"]),
         ("a: [", ["not valid YAML"]),
     ],
@@ -104,6 +134,181 @@ def test_cores_and_memory_are_shared_among_ranks() -> None:
     assert load_config(None, {"pools.*.device": "cuda"}).memory_budget_of("mixed", 9000) is None
 
 
+# Smaller steps on the CPU
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens", "seqs"),
+    [
+        ("", 512, 64),
+        ("pools: {a: {device: cpu}, b: {}}", 512, 64),
+        ("pools: {a: {device: cuda}}", 2048, 128),
+        ("pools: {a: {device: cuda}, b: {device: cpu}}", 2048, 128),
+        ("scheduler: {max_num_seqs: 100}", 512, 100),
+        ("scheduler: {max_num_batched_tokens: 2048}", 2048, 64),
+        ("scheduler: {policy: priority}", 512, 64),
+        ("{pools: {a: {device: cuda}}, scheduler: {max_num_seqs: 7}}", 2048, 7),
+    ],
+)
+def test_cpus_get_smaller_steps_unless_told_otherwise(text: str, tokens: int, seqs: int, tmp_path: Path) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text(text)
+    scheduler = load_config(file).scheduler
+    assert (scheduler.max_num_batched_tokens, scheduler.max_num_seqs) == (tokens, seqs)
+    # `config check` shows what is in effect, and reading that again changes nothing.
+    shown = json.loads(CliRunner().invoke(app, ["config", "check", str(file)]).stdout)
+    assert shown["scheduler"]["max_num_batched_tokens"] == tokens
+    assert ClusterConfig.model_validate(shown) == load_config(file)
+
+
+def test_the_device_flag_decides_too() -> None:
+    assert load_config(None, {"pools.*.device": "cuda"}).scheduler == SchedulerConfig()
+    assert ClusterConfig(pools={"a": PoolConfig(device="cuda")}).scheduler == SchedulerConfig()
+    assert ClusterConfig(pools={"a": PoolConfig()}).scheduler.max_num_batched_tokens == 512
+    assert ClusterConfig(scheduler=SchedulerConfig()).scheduler == SchedulerConfig()
+
+
+def test_a_window_without_prefix_caching_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    load_config(None, {"scheduler.cache_aware_admission_window": 4})
+    assert not caplog.records
+    load_config(None, {"scheduler.cache_aware_admission_window": 4, "cache.enable_prefix_caching": False})
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert "cache_aware_admission_window (4)" in caplog.text
+
+
+# Every key, from the file and from the command line
+
+SPECULATIVE = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4, "prompt_lookup_min": 1}
+OTHER_SECTIONS: dict[str, dict[str, Any]] = {
+    "model": {"name": "m", "dtype": "bfloat16", "max_model_len": 333},
+    "cache": {"block_size": 8, "num_blocks": 99, "memory_gib": 0.5, "enable_prefix_caching": False},
+    "pools.*": {"num_ranks": 3, "threads_per_rank": 2, "device": "cuda"},
+    "router": {
+        "host": "::1",
+        "port": 8123,
+        "num_routers": 2,
+        "ha_proxy": "off",
+        "max_body_bytes": 2048,
+        "rank_silence_timeout_s": 3.5,
+    },
+}
+KEYS: dict[str, Any] = {
+    **{f"scheduler.{field}": value for field, (value, _) in CHANGED.items() if field != "speculative"},
+    **{f"scheduler.speculative.{field}": value for field, value in SPECULATIVE.items()},
+    **{f"{section}.{key}": value for section, keys in OTHER_SECTIONS.items() for key, value in keys.items()},
+}
+
+
+def at(config: ClusterConfig, path: str) -> object:
+    """The value of a key, of the only pool where the path says `*`."""
+    found: Any = config
+    for part in path.split("."):
+        found = found["mixed"] if part == "*" else getattr(found, part)
+    return found
+
+
+def default_of(path: str) -> object:
+    if path.startswith("scheduler.speculative."):
+        return SpeculativeConfig.model_fields[path.rpartition(".")[2]].default
+    return at(ClusterConfig(), path)
+
+
+@pytest.mark.parametrize(
+    ("section", "declared", "elsewhere"),
+    [
+        ("scheduler", SchedulerConfig, {"speculative"}),
+        ("scheduler.speculative", SpeculativeConfig, set()),
+        ("model", ModelConfig, {"path"}),
+        ("cache", CacheConfig, set()),
+        ("pools.*", PoolConfig, set()),
+        ("router", RouterConfig, set()),
+    ],
+)
+def test_every_key_has_a_flag(section: str, declared: type[Any], elsewhere: set[str]) -> None:
+    keys = {f"{section}.{key}" for key in declared.model_fields if key not in elsewhere}
+    flagged = {flag.path for flag in FLAGS if flag.path.rpartition(".")[0] == section}
+    tested = {path for path in KEYS if path.rpartition(".")[0] == section}
+    assert keys == flagged == tested
+
+
+@pytest.mark.parametrize("path", KEYS)
+def test_every_key_is_reached_from_the_file(path: str, tmp_path: Path) -> None:
+    *parents, key = path.replace("*", "mixed").split(".")
+    values: dict[str, Any] = {}
+    section = values
+    for parent in parents:
+        section = section.setdefault(parent, {})
+    if parents[-1] == "speculative":
+        section["num_speculative_tokens"] = 1
+    section[key] = KEYS[path]
+    file = tmp_path / "serve.yaml"
+    file.write_text(yaml.safe_dump(values))
+    assert at(load_config(file), path) == KEYS[path]
+    # What is tried here differs from the default, so that reading it is seen.
+    assert path == "scheduler.speculative.method" or KEYS[path] != default_of(path)
+
+
+def serve_with(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> ClusterConfig:
+    """What `serried serve` would serve."""
+    served: list[ClusterConfig] = []
+
+    def run(config: ClusterConfig, console: object) -> int:
+        served.append(config)
+        return 0
+
+    monkeypatch.setattr("cluster.launcher.serve", run)
+    called = CliRunner().invoke(app, ["serve", *arguments])
+    assert called.exit_code == 0, called.output
+    [config] = served
+    return config
+
+
+@pytest.mark.parametrize("flag", FLAGS, ids=lambda flag: flag.name)
+def test_every_key_is_reached_by_its_flag(flag: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    value = KEYS[flag.path]
+    name = flag.name.replace("_", "-")
+    arguments = [f"--{name}" if value else f"--no-{name}"] if isinstance(value, bool) else [f"--{name}", str(value)]
+    overrides = {flag.path: value}
+    if flag.path.startswith("scheduler.speculative.") and flag.name != "speculative_num_tokens":
+        arguments += ["--speculative-num-tokens", "1"]
+        overrides["scheduler.speculative.num_speculative_tokens"] = 1
+    config = serve_with(arguments, monkeypatch)
+    assert at(config, flag.path) == value
+    assert config == load_config(None, overrides)  # The flag changes nothing else.
+
+
+@pytest.mark.parametrize("switch", [flag for flag in FLAGS if isinstance(KEYS[flag.path], bool)], ids=lambda f: f.name)
+def test_a_switch_goes_both_ways(switch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = switch.name.replace("_", "-")
+    for argument, value in ((f"--{name}", True), (f"--no-{name}", False)):
+        assert at(serve_with([argument], monkeypatch), switch.path) is value
+
+
+def test_flags_and_arguments_together(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text("scheduler: {policy: priority, speculative: {num_speculative_tokens: 2, prompt_lookup_max: 7}}")
+    config = serve_with(["/models/m", "-c", str(file), "--speculative-num-tokens", "4"], monkeypatch)
+    assert config.model.path == Path("/models/m")
+    assert config.scheduler.policy == "priority"
+    assert config.scheduler.speculative == SpeculativeConfig(num_speculative_tokens=4, prompt_lookup_max=7)
+
+
+def test_a_flag_for_a_section_that_the_file_leaves_empty(tmp_path: Path) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text("scheduler: {speculative: null}")
+    assert load_config(file).scheduler.speculative is None
+    config = load_config(file, {"scheduler.speculative.num_speculative_tokens": 4})
+    assert config.scheduler.speculative == SpeculativeConfig(num_speculative_tokens=4)
+
+
+def test_help_shows_every_flag_whole_in_a_narrow_terminal() -> None:
+    printed = CliRunner().invoke(app, ["serve", "--help"], terminal_width=80)
+    assert printed.exit_code == 0
+    for flag in FLAGS:
+        assert f"--{flag.name.replace('_', '-')} " in printed.output
+        assert f"\n{flag.panel}:\n" in printed.output
+
+
 def test_the_example_is_a_valid_configuration() -> None:
     example = Path(__file__).parents[2] / "examples" / "serve.yaml"
     checked = CliRunner().invoke(app, ["config", "check", str(example)])
@@ -130,3 +335,19 @@ def test_the_schema_describes_every_section() -> None:
     printed = CliRunner().invoke(app, ["config", "schema"])
     assert printed.exit_code == 0
     assert set(json.loads(printed.stdout)["properties"]) == {"model", "cache", "scheduler", "pools", "router"}
+
+
+def test_every_key_is_described() -> None:
+    printed = CliRunner().invoke(app, ["config", "schema"])
+    definitions = json.loads(printed.stdout)["$defs"]
+    for section in ("SchedulerConfig", "SpeculativeConfig", "CacheConfig", "PoolConfig", "RouterConfig", "ModelConfig"):
+        for key, described in definitions[section]["properties"].items():
+            assert described.get("description"), f"{section}.{key}"
+
+
+def test_every_scheduler_key_is_documented() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "scheduler.md").read_text(encoding="utf-8")
+    rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
+    documented = {name for row in rows for name in row.split("`")[1::2]}
+    wanted = {*SchedulerConfig.model_fields, *(f"speculative.{field}" for field in SpeculativeConfig.model_fields)}
+    assert documented == wanted - {"speculative"}
