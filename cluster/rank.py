@@ -15,6 +15,7 @@ from cluster.config import ClusterConfig
 from cluster.control_client import ControlClient
 from cluster.rank_server import RankServer
 from cluster.serve_grpc import keep_on_loopback
+from rank_scheduler.interface import PauseState
 
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 2.0
@@ -57,6 +58,11 @@ class Rank:
         # Whoever deploys this class imports this module, but only a rank needs torch.
         from model_runner.torch_runner import TorchRunner
 
+        if config.scheduler.runner_type != "generate":
+            raise ValueError(
+                f"scheduler.runner_type {config.scheduler.runner_type!r} is not supported by this rank's model runner, "
+                "which generates tokens; set it to 'generate'"
+            )
         runner = TorchRunner(
             model_dir,
             scheduler=config.scheduler,
@@ -89,6 +95,10 @@ class Rank:
     async def check_integrity(self) -> None:
         """Run the scheduler's invariants between two steps; raises AssertionError. For tests and operators."""
         await asyncio.to_thread(self._server.check_integrity)
+
+    async def set_pause(self, state: PauseState) -> None:
+        """Pause or go on; returns when every step that was planned before has ended."""
+        await asyncio.to_thread(self._server.set_pause, state)
 
     def stats(self) -> dict[str, Any]:
         """The rank's identity and live figures."""

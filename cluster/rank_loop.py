@@ -1,7 +1,10 @@
 """The step loop of one rank: inbox → schedule → execute → update → outbox, on a thread of its own.
 
-The scheduler and the runner are touched by this thread only. Others `post` events and read `load`; frames leave
-through the `send` callback, which must not block.
+The scheduler is touched by this thread only. Others `post` events and read `load` and `stats`; messages leave through
+the `send` callback, which must not block.
+
+A scheduler with one step in flight has its steps executed right here. With more of them, an `ExecutorThread` executes,
+and the loop makes the next plan and takes in events while a step is computed; that a step has ended is an event too.
 """
 
 from __future__ import annotations
@@ -11,24 +14,46 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Protocol
 
+from cluster.step_executor import ConnectorWorker, ExecutorThread, StepEnded, StepExecutor
+from kv_transfer.connector import LoadFinished, SendFinished
 from model_runner.runner import ModelRunner
-from rank_scheduler.messages import RankLoad, StepFrame, Submit
-from rank_scheduler.scheduler import Scheduler
+from rank_scheduler.interface import PauseState, SchedulerInterface
+from rank_scheduler.messages import Explain, Explained, Extend, RankLoad, RankToRouter, Submit
+from rank_scheduler.plan import StepPlan, StepResult
+from rank_scheduler.stats import StepStats
+from rank_scheduler.structured_output import CompileGrammar, GrammarMatcher
 
 logger = logging.getLogger(__name__)
 
 # A runner that fails this often in a row is broken, not unlucky: the rank gives up and is replaced.
 MAX_CONSECUTIVE_FAILURES = 3
+# The scheduler has work, could plan nothing, and no step is in flight: a connector that did not know must be asked
+# again, and no event will tell when.
+RETRY_INTERVAL_S = 0.01
+
+
+class GrammarCompiler(Protocol):
+    """Compiles off the step loop; answers with `GrammarCompiled`, once per action, from any thread."""
+
+    def submit(self, action: CompileGrammar) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Submitted:
     owner: int
     submit: Submit
+
+
+@dataclass(frozen=True, slots=True)
+class Extended:
+    owner: int
+    extend: Extend
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,132 +70,278 @@ class OwnerLost:
 
 
 @dataclass(frozen=True, slots=True)
+class Asked:
+    """Answered by an `Explained` to the owner."""
+
+    owner: int
+    explain: Explain
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarCompiled:
+    """What a `CompileGrammar` came to: a matcher, or else why there is none."""
+
+    owner: int
+    id: int
+    matcher: GrammarMatcher | None
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PauseRequested:
+    """The loop resolves `done` when every step that was planned before has ended, also when it has ended itself."""
+
+    state: PauseState
+    done: Future[None]
+
+
+@dataclass(frozen=True, slots=True)
 class IntegrityCheck:
-    """Run the scheduler's invariants between two steps; the loop resolves `done`, also when it has ended."""
+    """Run the scheduler's invariants between two of its calls; the loop resolves `done`, also when it has ended."""
 
     done: Future[None]
 
 
-Event = Submitted | Aborted | OwnerLost | IntegrityCheck
+@dataclass(frozen=True, slots=True)
+class StatsDue:
+    """Replace `RankLoop.stats`."""
+
+
+Event = (
+    Submitted
+    | Extended
+    | Aborted
+    | OwnerLost
+    | Asked
+    | GrammarCompiled
+    | LoadFinished
+    | SendFinished
+    | PauseRequested
+    | IntegrityCheck
+    | StatsDue
+    | StepEnded
+)
 
 
 class RankLoop:
-    """Owner of the step thread."""
+    """Owner of the loop's thread, and of the executor's if there is one.
+
+    A plan belongs to the scheduler until `schedule` returns it, then to `_in_flight` (in order), and is given back by
+    exactly one `update` or `fail`, in that order. When a step fails, the plans in flight behind it fail as well,
+    unexecuted, and nothing is planned until the last of them is back.
+    """
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        scheduler: SchedulerInterface,
         runner: ModelRunner,
-        send: Callable[[dict[int, StepFrame]], None],
+        send: Callable[[Mapping[int, RankToRouter]], None],
         on_crash: Callable[[str], None],
+        *,
+        grammar_compiler: GrammarCompiler | None = None,
+        connector_worker: ConnectorWorker | None = None,
     ) -> None:
-        """`on_crash` is called, from the step thread, once and as the thread's last act."""
+        """`on_crash` is called, from the loop's thread, once and as the thread's last act."""
         self._scheduler = scheduler
-        self._runner = runner
         self._send = send
         self._on_crash = on_crash
+        self._grammar_compiler = grammar_compiler
         self._inbox: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="rank-steps", daemon=True)
+        self._executor = StepExecutor(runner, connector_worker)
+        self._max_in_flight = scheduler.max_num_steps_in_flight
+        self._executor_thread = ExecutorThread(self._executor, self._inbox.put) if self._max_in_flight > 1 else None
+        self._in_flight: deque[StepPlan] = deque()
+        self._pauses: deque[tuple[StepPlan, Future[None]]] = deque()
+        """Requested pauses, each with the last plan that was in flight then."""
+        self._found_nothing = False
+        """The latest `schedule` had nothing to compute."""
+        self._is_failing = False
+        """A step failed, and plans that were made on top of it are still in flight."""
+        self._num_failures = 0
         self._stopping = False
         self._ended = False
-        self._num_failures = 0
         self._busy_since: float | None = None
         self.load: RankLoad = scheduler.load()
         """Figures after the latest step; replaced as a whole, so any thread may read it."""
+        self.stats = StepStats()
+        """What the steps between the latest two `StatsDue` brought; replaced as a whole."""
         self.num_ignored_messages = 0
         """The scheduler's, after the latest step."""
         self.crash: str | None = None
 
+    # ---- any thread ----
+
     def start(self) -> None:
+        if self._executor_thread is not None:
+            self._executor_thread.start()
         self._thread.start()
 
     def post(self, event: Event) -> None:
-        """Hand over an event; safe from any thread. What comes after the end has no effect."""
+        """Hand over an event. What comes after the end has no effect."""
         self._inbox.put(event)
         if self._ended:
-            self._refuse_checks()
+            self._refuse_rest()
 
     def stop(self, timeout_s: float) -> bool:
-        """Let the current step end, then end the thread; False if it has not ended in time."""
+        """Let the steps in flight end, then end the threads; False if they have not ended in time."""
+        deadline = time.monotonic() + timeout_s
         self._stopping = True
         self._inbox.put(None)
         self._thread.join(timeout_s)
+        if self._executor_thread is not None and not self._executor_thread.join(deadline - time.monotonic()):
+            return False
         return not self._thread.is_alive()
 
     def stalled_for(self) -> float:
-        """Seconds that the current step has taken so far; 0 when idle."""
-        since = self._busy_since
-        return 0.0 if since is None else time.monotonic() - since
+        """Seconds that the current step, or what the loop does beside it, has taken so far; 0 when idle."""
+        beginnings = [since for since in (self._busy_since, self._executor.busy_since) if since is not None]
+        return time.monotonic() - min(beginnings) if beginnings else 0.0
+
+    # ---- the loop's thread ----
 
     def _run(self) -> None:
         try:
-            while not self._stopping:
+            while not self._stopping or self._in_flight:
                 self._take_in()
-                self._busy_since = time.monotonic()
-                self._step()
-                self._busy_since = None
+                plan = self._schedule() if self._may_plan() else None
+                self._compile_grammars()
+                if plan is not None:
+                    self._start(plan)
+                self._tell(self._scheduler.take_frames())
+                self.load = self._scheduler.load()
+                self.num_ignored_messages = self._scheduler.num_ignored_messages
         except Exception as error:
             logger.exception("step loop ended")
             self.crash = f"{type(error).__name__}: {error}"
-        # First the mark, then the inbox: a check that is posted meanwhile is refused here or by its poster.
+        self._busy_since = None
+        if self._executor_thread is not None:
+            self._executor_thread.end()
+        # First the mark, then the inbox: what is posted meanwhile is refused here or by its poster.
         self._ended = True
-        self._refuse_checks()
+        self._refuse_rest()
+        for _, done in self._pauses:
+            done.set_exception(self._end_error())
         if self.crash is not None:
             self._on_crash(self.crash)
 
-    def _refuse_checks(self) -> None:
-        """Nobody will run what is left in the inbox; who waits for a check must hear that."""
-        with contextlib.suppress(queue.Empty):
-            while True:
-                event = self._inbox.get_nowait()
-                if isinstance(event, IntegrityCheck):
-                    event.done.set_exception(RuntimeError(f"the step loop ended: {self.crash or 'it was stopped'}"))
-
     def _take_in(self) -> None:
-        """Apply everything that has arrived; with nothing to compute, wait for the next event."""
-        event = None if self._scheduler.has_work() else self._inbox.get()
-        while True:
-            if event is not None:
-                self._apply(event)
-            try:
-                event = self._inbox.get_nowait()
-            except queue.Empty:
-                return
+        """Apply everything that has arrived; with nothing to plan, wait for the next event."""
+        self._busy_since = None
+        event = self._next_event(self._patience_s())
+        self._busy_since = time.monotonic()
+        while event is not None:
+            self._apply(event)
+            event = self._next_event(0.0)
+
+    def _next_event(self, timeout_s: float | None) -> Event | None:
+        try:
+            return self._inbox.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+
+    def _patience_s(self) -> float | None:
+        """How long to wait for an event; None: until one comes, be it the end of a step in flight."""
+        if not self._may_plan() or not self._scheduler.has_work():
+            return None
+        if not self._found_nothing:
+            return 0.0
+        return None if self._in_flight else RETRY_INTERVAL_S
+
+    def _may_plan(self) -> bool:
+        return not (self._stopping or self._is_failing) and len(self._in_flight) < self._max_in_flight
+
+    def _schedule(self) -> StepPlan | None:
+        plan = self._scheduler.schedule(time.monotonic())
+        self._found_nothing = plan is None
+        return plan
+
+    def _start(self, plan: StepPlan) -> None:
+        self._in_flight.append(plan)
+        if self._executor_thread is not None:
+            self._executor_thread.submit(plan)
+        else:
+            self._end_step(self._executor.execute(plan))
+
+    def _end_step(self, ended: StepEnded) -> None:
+        """Give the oldest plan in flight back to the scheduler."""
+        plan, outcome = self._in_flight.popleft(), ended.outcome
+        assert plan is ended.plan, f"step {ended.plan.step} ended before step {plan.step}"
+        if isinstance(outcome, StepResult):
+            self._num_failures = 0
+            self._tell(self._scheduler.update(plan, outcome, time.monotonic()))
+        else:
+            self._is_failing = True
+            if ended.was_executed:
+                self._num_failures += 1
+                logger.error("step %d failed (%d in a row)", plan.step, self._num_failures, exc_info=outcome)
+            self._tell(self._scheduler.fail(plan, f"the model step failed: {outcome}; retry", time.monotonic()))
+        while self._pauses and self._pauses[0][0] is plan:
+            self._pauses.popleft()[1].set_result(None)
+        if not self._in_flight and isinstance(outcome, Exception):
+            if self._num_failures >= MAX_CONSECUTIVE_FAILURES:
+                raise outcome
+            self._is_failing = False
+            if self._executor_thread is not None:
+                self._executor_thread.resume()
+
+    def _tell(self, messages: Mapping[int, RankToRouter]) -> None:
+        if messages:
+            self._send(messages)
+
+    def _compile_grammars(self) -> None:
+        for action in self._scheduler.take_compile_actions():
+            if self._grammar_compiler is not None:
+                self._grammar_compiler.submit(action)
+            else:
+                error = "this rank has no structured output; send the request without a grammar"
+                self._scheduler.grammar_compiled(action.owner, action.id, None, error, time.monotonic())
 
     def _apply(self, event: Event) -> None:
-        now = time.monotonic()
+        scheduler, now = self._scheduler, time.monotonic()
         match event:
+            case StepEnded():
+                self._end_step(event)
             case Submitted(owner, submit):
-                self._scheduler.add(owner, submit, now)
+                scheduler.add(owner, submit, now)
+            case Extended(owner, extend):
+                scheduler.extend(owner, extend, now)
             case Aborted(owner, request_id):
-                self._scheduler.abort(owner, request_id, now)
+                scheduler.abort(owner, request_id, now)
             case OwnerLost(owner):
-                self._scheduler.drop_owner(owner, now)
+                scheduler.drop_owner(owner, now)
+            case Asked(owner, explain):
+                self._tell({owner: Explained(explain.query, now, scheduler.explain(explain.request_id))})
+            case GrammarCompiled(owner, request_id, matcher, error):
+                scheduler.grammar_compiled(owner, request_id, matcher, error, now)
+            case LoadFinished():
+                scheduler.load_finished(event, now)
+            case SendFinished():
+                scheduler.send_finished(event, now)
+            case PauseRequested(state, done):
+                scheduler.set_pause(state, now)
+                if self._in_flight:
+                    self._pauses.append((self._in_flight[-1], done))
+                else:
+                    done.set_result(None)
             case IntegrityCheck(done):
                 try:
-                    self._scheduler.check_integrity()
+                    scheduler.check_integrity()
                     done.set_result(None)
                 except AssertionError as error:
                     done.set_exception(error)
+            case StatsDue():
+                self.stats = scheduler.take_stats()
 
-    def _step(self) -> None:
-        plan = self._scheduler.schedule(time.monotonic())
-        if plan is None:
-            frames = self._scheduler.take_frames()
-        else:
-            try:
-                result = self._runner.execute(plan)
-            except Exception as error:
-                self._num_failures += 1
-                logger.exception("step %d failed (%d in a row)", plan.step, self._num_failures)
-                frames = self._scheduler.fail(plan, f"the model step failed: {error}; retry", time.monotonic())
-                if self._num_failures >= MAX_CONSECUTIVE_FAILURES:
-                    self._send(frames)
-                    raise
-            else:
-                self._num_failures = 0
-                frames = self._scheduler.update(plan, result, time.monotonic())
-        self.load = self._scheduler.load()
-        self.num_ignored_messages = self._scheduler.num_ignored_messages
-        if frames:
-            self._send(frames)
+    # ---- after the end: the loop's thread, and whoever posts ----
+
+    def _refuse_rest(self) -> None:
+        """Nobody will take in what is left in the inbox; who waits for an answer must hear that."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                event = self._inbox.get_nowait()
+                if isinstance(event, IntegrityCheck | PauseRequested):
+                    event.done.set_exception(self._end_error())
+
+    def _end_error(self) -> RuntimeError:
+        return RuntimeError(f"the step loop ended: {self.crash or 'it was stopped'}")

@@ -1,18 +1,20 @@
 """A rank's edge: its TCP endpoint for routers, its registration with the control actor, and its threads.
 
-Two threads: `rank-io` runs an asyncio loop with all sockets, `rank-steps` (`RankLoop`) computes. Requests and
-aborts go from the first to the second through the loop's inbox, frames come back encoded, one wake-up per step.
+Two threads: `rank-io` runs an asyncio loop with all sockets, `rank-steps` (`RankLoop`) decides and computes (with
+async scheduling a third, `rank-executor`, computes). What routers say goes from the first to the second through the
+loop's inbox, messages to them come back encoded, one wake-up per step.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import os
 import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -20,13 +22,23 @@ from typing import Any
 import msgspec
 from tokenizers import Tokenizer
 
-from cluster.rank_loop import Aborted, IntegrityCheck, OwnerLost, RankLoop, Submitted
+from cluster.rank_loop import (
+    Aborted,
+    Asked,
+    Extended,
+    IntegrityCheck,
+    OwnerLost,
+    PauseRequested,
+    RankLoop,
+    StatsDue,
+    Submitted,
+)
 from kv_transfer.connection import Connection, Listener, connect
 from kv_transfer.wire import WireError
 from model_runner.runner import Capacity, ModelRunner
 from rank_scheduler.config import CacheConfig, SchedulerConfig
-from rank_scheduler.messages import Abort, RouterToRank, StepFrame, Submit
-from rank_scheduler.scheduler import Scheduler
+from rank_scheduler.interface import PauseState, SchedulerSetup
+from rank_scheduler.messages import Abort, Explain, Extend, RankToRouter, RouterToRank, StepFrame, Submit
 from router.control_link import ControlAddress
 from router.control_messages import ControlToRank, RankRecord, Register, Registered
 from router.detokenizer import IncrementalDetokenizer
@@ -59,18 +71,26 @@ class RankServer:
         node_id: str,
         tokenizer_path: Path,
     ) -> None:
-        """`runner` is loaded already, and has answered with `capacity`; `stop` closes it."""
+        """`runner` is loaded already, and has answered with `capacity`; `stop` closes it.
+
+        Raises ValueError, with the remedy, if `config` does not fit the model.
+        """
+        config.check(capacity.max_model_len, capacity.is_encoder_decoder)
         tokenizer = Tokenizer.from_file(str(tokenizer_path))
-        scheduler = Scheduler(
-            config,
+        setup = SchedulerSetup(
             max_model_len=capacity.max_model_len,
             vocab_size=capacity.vocab_size,
             eos_token_ids=capacity.eos_token_ids,
             num_blocks=capacity.num_blocks,
             block_size=capacity.block_size,
             enable_prefix_caching=cache.enable_prefix_caching,
+            kv_groups=capacity.kv_groups,
+            is_encoder_decoder=capacity.is_encoder_decoder,
+            # Every runner takes plans ahead of results: it appends sampled tokens to its batch itself.
+            async_scheduling=config.resolve_async_scheduling(supported=True, device=capacity.device),
             make_text_decoder=lambda: IncrementalDetokenizer(tokenizer),
         )
+        scheduler = config.get_scheduler_cls()(config, setup)
         self._runner = runner
         self._loop = RankLoop(scheduler, runner, self._send, self._crashed)
         self._listener = Listener(secret, self._accept)
@@ -144,7 +164,7 @@ class RankServer:
             raise RuntimeError(f"the current step has taken {stalled:.0f} s, the limit is {STALL_TIMEOUT_S:.0f} s")
 
     def check_integrity(self, timeout_s: float = 30.0) -> None:
-        """Run the scheduler's invariants between two steps. Raises AssertionError with what is wrong.
+        """Run the scheduler's invariants between two of its calls. Raises AssertionError with what is wrong.
 
         Raises RuntimeError if the step loop has ended, TimeoutError if the current step takes too long.
         """
@@ -152,21 +172,28 @@ class RankServer:
         self._loop.post(IntegrityCheck(done))
         done.result(timeout_s)
 
+    def set_pause(self, state: PauseState, timeout_s: float = 30.0) -> None:
+        """Pause or go on; returns when every step that was planned before has ended. Raises as `check_integrity`."""
+        done: Future[None] = Future()
+        self._loop.post(PauseRequested(state, done))
+        done.result(timeout_s)
+
     def stats(self) -> dict[str, Any]:
-        """Identity and live figures, for operators."""
+        """Identity and live figures, for operators: `load` since the start, `latest_interval` of about a second."""
         return {
             **msgspec.to_builtins(self._record),
             "num_connections": len(self._connections),
             "num_malformed_messages": self._num_malformed,
             "num_ignored_messages": self._loop.num_ignored_messages,
             "num_refused_connections": self._listener.num_refused,
-            "load": {field: getattr(self._loop.load, field) for field in self._loop.load.__struct_fields__},
+            "load": msgspec.structs.asdict(self._loop.load),
+            "latest_interval": dataclasses.asdict(self._loop.stats),
         }
 
-    # ---- step thread ----
+    # ---- the loop's thread ----
 
-    def _send(self, frames: dict[int, StepFrame]) -> None:
-        payloads = [(owner, self._encoder.encode(frame)) for owner, frame in frames.items()]
+    def _send(self, messages: Mapping[int, RankToRouter]) -> None:
+        payloads = [(owner, self._encoder.encode(message)) for owner, message in messages.items()]
         self._call_io(self._deliver, payloads)
 
     def _crashed(self, reason: str) -> None:
@@ -235,8 +262,12 @@ class RankServer:
         match message:
             case Submit():
                 self._loop.post(Submitted(owner, message))
+            case Extend():
+                self._loop.post(Extended(owner, message))
             case Abort():
                 self._loop.post(Aborted(owner, message.id))
+            case Explain():
+                self._loop.post(Asked(owner, message))
 
     def _deliver(self, payloads: list[tuple[int, bytes]]) -> None:
         for owner, payload in payloads:
@@ -248,6 +279,7 @@ class RankServer:
         """Live figures to every router once a second: idle ranks stay visible, dead ones become so."""
         while True:
             await asyncio.sleep(HEARTBEAT_INTERVAL_S)
+            self._loop.post(StatsDue())
             payload = self._encoder.encode(StepFrame(load=self._loop.load))
             for connection in list(self._connections.values()):
                 connection.send(payload)
