@@ -1,5 +1,6 @@
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from cluster.cli import app
 from cluster.config import ClusterConfig, ConfigError, ModelConfig, PoolConfig, RouterConfig, load_config
 from cluster.flags import FLAGS
 from rank_scheduler.config import CacheConfig, SchedulerConfig, SpeculativeConfig
+from rank_scheduler.messages import Explanation
+from rank_scheduler.sequence import WaitReason
 from tests.rank_scheduler.test_config import CHANGED
 
 
@@ -345,9 +348,21 @@ def test_every_key_is_described() -> None:
             assert described.get("description"), f"{section}.{key}"
 
 
+SCHEDULER_DOC = (Path(__file__).parents[2] / "docs" / "scheduler.md").read_text(encoding="utf-8")
+DOC_ROWS = [line.strip("|").split("|") for line in SCHEDULER_DOC.splitlines() if line.startswith("| `")]
+
+
 def test_every_scheduler_key_is_documented() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "scheduler.md").read_text(encoding="utf-8")
-    rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
-    documented = {name for row in rows for name in row.split("`")[1::2]}
-    wanted = {*SchedulerConfig.model_fields, *(f"speculative.{field}" for field in SpeculativeConfig.model_fields)}
-    assert documented == wanted - {"speculative"}
+    documented = [row[0].strip().strip("`") for row in DOC_ROWS]
+    speculative = {f"speculative.{field}" for field in SpeculativeConfig.model_fields}
+    assert sorted(documented) == sorted({*SchedulerConfig.model_fields, *speculative} - {"speculative"})
+
+
+def test_the_documentation_names_only_what_there_is() -> None:
+    metrics = (Path(__file__).parents[2] / "router" / "metrics.py").read_text(encoding="utf-8")
+    known = {*SchedulerConfig.model_fields, *Explanation.__struct_fields__, *WaitReason}
+    for *_, evidence in DOC_ROWS:
+        for name in re.findall(r"`([a-z_]+)", evidence):
+            assert name in known or f'"{name}"' in metrics or f'"serried_{name}' in metrics, name
+    for reason in WaitReason:
+        assert f"`{reason}`" in SCHEDULER_DOC
