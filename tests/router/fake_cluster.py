@@ -94,6 +94,8 @@ class FakeRank:
     aborts: list[int] = field(default_factory=list)
     connections: list[Connection] = field(default_factory=list)
     num_steps: int = 0
+    repeats_after: int | None = None
+    """Tokens after which a sequence ends as one that repeats itself."""
     explains: list[Explain] = field(default_factory=list)
     num_answers_to_explain: int = 1
     """Copies of each answer; 0 is a rank within a long step."""
@@ -142,7 +144,18 @@ class FakeRank:
 
     def load(self) -> RankLoad:
         return RankLoad(
-            num_running=len(self.live), num_free_blocks=48, num_blocks=64, num_steps=self.num_steps, num_prompt_tokens=7
+            num_running=len(self.live),
+            num_free_blocks=48,
+            num_blocks=64,
+            num_steps=self.num_steps,
+            num_prompt_tokens=7,
+            num_deferred=2,
+            num_loads=3,
+            num_draft_tokens=40,
+            num_accepted_tokens=30,
+            estimated_flops=5e9,
+            estimated_bytes=6e9,
+            busy_s=1.5,
         )
 
     def now(self) -> float:
@@ -232,6 +245,8 @@ class FakeRank:
             self._end(End(request_id, FinishReason.STOP, token, num_cached_tokens=3), frame)
         elif sequence.matcher is not None and (matched := sequence.matcher.push(token)) is not None:
             self._end(End(request_id, FinishReason.STOP, matched), frame)
+        elif self.repeats_after == sequence.num_sent:
+            self._end(End(request_id, FinishReason.REPETITION), frame)
         elif sequence.num_sent >= sampling.max_tokens:
             self._end(End(request_id, FinishReason.LENGTH), frame)
 

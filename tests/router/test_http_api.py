@@ -92,6 +92,66 @@ async def test_the_first_token_is_sent_at_once(tmp_path: Path) -> None:
 
 
 @in_loop
+async def test_tokens_are_sent_by_the_stream_interval(tmp_path: Path) -> None:
+    async with running(tmp_path, reply="abcdefgh", stream_interval=3) as cluster:
+        rank = cluster.ranks[0]
+        rank.allowance = 2
+        async with cluster.client.stream(
+            "POST", "/v1/completions", json={"model": MODEL, "prompt": "hi", "stream": True, "n": 2}
+        ) as response:
+            lines = response.aiter_lines()
+
+            async def events(num_events: int) -> dict[int, str]:
+                texts = {}
+                while len(texts) < num_events:
+                    if line := await anext(lines):
+                        choice = json.loads(line.removeprefix("data: "))["choices"][0]
+                        texts[choice["index"]] = choice["text"]
+                return texts
+
+            assert await events(2) == {0: "a", 1: "a"}
+            for text in ("bcd", "efg"):
+                for _ in text:
+                    rank.allow(2)  # one for each choice
+                    await until(lambda: rank.allowance == 0)
+                assert await events(2) == {0: text, 1: text}
+            rank.allow(float("inf"))
+            rest = [json.loads(line[6:])["choices"][0] async for line in lines if line and "[DONE]" not in line]
+        assert sorted((choice["index"], choice["text"], choice["finish_reason"]) for choice in rest) == [
+            (0, "h", "stop"),
+            (1, "h", "stop"),
+        ]
+
+
+@pytest.mark.parametrize("stream_interval", [2, 5, 100])
+@in_loop
+async def test_the_stream_interval_changes_no_text(tmp_path: Path, stream_interval: int) -> None:
+    text = "日本語 😀 é and the end"
+    async with running(tmp_path, reply=text, stream_interval=stream_interval) as cluster:
+        for fields in ({}, {"stop": "the end"}, {"logprobs": 1}):
+            whole = (await cluster.complete(max_tokens=60, **fields)).json()["choices"][0]
+            events = sse((await cluster.complete(max_tokens=60, stream=True, **fields)).text)
+            choices = [event["choices"][0] for event in events[:-1]]  # type: ignore[index, call-overload]
+            assert "".join(choice["text"] for choice in choices) == whole["text"]
+            assert choices[-1]["finish_reason"] == whole["finish_reason"] == "stop"
+            if "logprobs" in fields:
+                tokens = [token for choice in choices for token in choice["logprobs"]["tokens"]]
+                assert tokens == whole["logprobs"]["tokens"]
+            assert len(choices) <= 2 + len(text.encode()) // stream_interval
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@in_loop
+async def test_a_request_that_repeats_itself_ends_with_that_reason(tmp_path: Path, stream: bool) -> None:
+    async with running(tmp_path, reply="abababab") as cluster:
+        cluster.ranks[0].repeats_after = 6
+        text = (await cluster.complete(stream=stream)).text
+        last = (sse(text)[-2] if stream else json.loads(text))["choices"][0]  # type: ignore[index, call-overload]
+        assert (last["finish_reason"], last["stop_reason"]) == ("repetition", None)
+        assert stream or last["text"] == "ababab"
+
+
+@in_loop
 async def test_completions_with_logprobs(tmp_path: Path) -> None:
     tokenizer = byte_tokenizer()
     euro = tokenizer.encode("€").ids
@@ -262,6 +322,14 @@ async def test_health_ready_metrics_openapi(tmp_path: Path) -> None:
         metrics = (await cluster.client.get("/metrics")).text
         assert 'serried_kv_cache_usage_perc{pool="mixed",rank="mixed/0"} 0.25' in metrics
         assert 'serried_prompt_tokens_total{pool="mixed",rank="mixed/0"} 7.0' in metrics
+        labels = '{pool="mixed",rank="mixed/0"}'
+        assert f"serried_num_requests_deferred{labels} 2.0" in metrics
+        assert f"serried_num_kv_loads{labels} 3.0" in metrics
+        assert f"serried_spec_decode_num_draft_tokens_total{labels} 40.0" in metrics
+        assert f"serried_spec_decode_num_accepted_tokens_total{labels} 30.0" in metrics
+        assert f"serried_estimated_flops_total{labels} 5e+09" in metrics
+        assert f"serried_estimated_bytes_total{labels} 6e+09" in metrics
+        assert f"serried_engine_busy_seconds_total{labels} 1.5" in metrics
         assert 'serried_requests_total{outcome="finished"} 1.0' in metrics
         assert 'serried_refused_total{cause="invalid_request"} 1.0' in metrics
         assert "serried_time_to_first_token_seconds_count 1.0" in metrics
