@@ -1,8 +1,8 @@
 """Attention over the paged KV cache, on torch's scaled-dot-product kernels.
 
 Everything that all layers share (which rows to write, which pages to read, masks) is built once per step. Query
-heads that share a KV head are folded into the query positions of single-token rows, and expanded with stride 0 for
-chunks, so that K and V are never repeated.
+heads that share a KV head are folded into the query positions of tokens that attend alone, and expanded with stride 0
+for chunks, so that K and V are never repeated.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from model_runner.batch import Int64Array, PersistentBatch, StepRows
+from model_runner.batch import PersistentBatch, StepRows
 from model_runner.kv_pool import KvPool
-from rank_scheduler.plan import BoolArray, Int32Array
+from rank_scheduler.plan import BoolArray, Int32Array, Int64Array
 
 MAX_GROUP_POSITIONS = 2560
-"""Padded positions that one group of single-token rows reads at once: what is gathered stays in the cache."""
+"""Padded positions that one group of tokens reads at once: what is gathered stays in the cache."""
 MAX_GROUP_STRETCH = 1.25
 """Longest over shortest context within a group: bounds what is read only as padding."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Single-token rows that are computed together; rows and tokens are the same thing here."""
+    """Tokens [first, last) that attend alone, computed together."""
 
     first: int
     last: int
     pages: torch.Tensor
-    """Index into `KvPool.pages` per layer, shape [num_layers, 2 * rows * blocks]: K of all rows, then V."""
+    """Index into `KvPool.pages` per layer, shape [num_layers, 2 * tokens * blocks]: K for all tokens, then V."""
     context_len: int
     """The longest."""
     mask: torch.Tensor | None
-    """0 or -inf, shape [rows, 1, 1, context_len]; None if all rows are as long."""
+    """0 or -inf, shape [tokens, 1, 1, context_len]; None if all contexts are as long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,14 +71,16 @@ def plan_attention(rows: StepRows, batch: PersistentBatch, pool: KvPool, dtype: 
         keys = (table.astype(np.int64) * (2 * num_layers)).reshape(-1)
         return torch.from_numpy(np.concatenate((keys, keys + 1)) + layers).to(device)
 
-    keys = (rows.block_ids * (2 * num_layers) + layers) * block_size + rows.block_offsets
+    keys = (rows.block_ids[0] * (2 * num_layers) + layers) * block_size + rows.block_offsets
     writes = torch.from_numpy(np.stack((keys, keys + block_size), axis=-1)).to(device)
+    block_table = batch.block_table[0]
 
-    lengths = rows.context_lens
+    lengths = rows.positions[: rows.num_single] + 1
     groups = []
-    for first, last in _cut_groups(lengths[: rows.num_single]):
-        longest = int(lengths[last - 1])
-        table = batch.block_table[rows.slots[first:last], : -(-longest // block_size)]
+    for first, last in _cut_groups(lengths):
+        num_blocks = -(-int(lengths[last - 1]) // block_size)
+        longest = num_blocks * block_size
+        table = block_table[rows.token_slots[first:last], :num_blocks]
         mask = None
         if lengths[first] < longest:
             hidden = np.arange(longest) >= lengths[first:last, None]
@@ -87,15 +89,16 @@ def plan_attention(rows: StepRows, batch: PersistentBatch, pool: KvPool, dtype: 
 
     chunks = []
     first = rows.num_single
-    for row in range(rows.num_single, len(rows.slots)):
-        num_tokens, length = int(rows.num_tokens[row]), int(lengths[row])
-        table = batch.block_table[rows.slots[row], : -(-length // block_size)]
+    for row in rows.chunk_rows.tolist():
+        start, length = int(rows.starts[row]), int(rows.context_lens[row])
+        table = block_table[rows.slots[row], : -(-length // block_size)]
         mask = None
-        if num_tokens < length:
-            hidden = np.arange(length) > np.arange(length - num_tokens, length)[:, None]
+        if start:
+            hidden = np.arange(length) > np.arange(start, length)[:, None]
             mask = _additive(hidden, dtype, device)
-        chunks.append(_Chunk(first, first + num_tokens, page_index(table), length, mask))
-        first += num_tokens
+        last = first + length - start
+        chunks.append(_Chunk(first, last, page_index(table), length, mask))
+        first = last
     parts: list[_Group | _Chunk] = [*groups, *chunks]
     num_pages = max((part.pages.shape[1] for part in parts), default=0)
     return AttentionPlan(writes, groups, chunks, pool.pages.new_empty(num_pages, pool.pages.shape[1]))
@@ -113,8 +116,8 @@ def paged_attention(
     pool.slots.index_put_((plan.writes[layer],), kv)
     num_kv_heads, head_dim = pool.num_kv_heads, pool.head_dim
     for group in plan.groups:
-        rows = group.last - group.first
-        pages = _gather(group, layer, plan, pool).view(2, rows, -1, num_kv_heads, head_dim)
+        tokens = group.last - group.first
+        pages = _gather(group, layer, plan, pool).view(2, tokens, -1, num_kv_heads, head_dim)
         keys, values = pages[:, :, : group.context_len].transpose(2, 3)
         out[group.first : group.last] = F.scaled_dot_product_attention(
             query[group.first : group.last], keys, values, attn_mask=group.mask
@@ -140,17 +143,17 @@ def _gather(part: _Group | _Chunk, layer: int, plan: AttentionPlan, pool: KvPool
 
 
 def _cut_groups(lengths: Int64Array) -> list[tuple[int, int]]:
-    """Ranges of rows to compute together; `lengths` rises."""
+    """Ranges of tokens to compute together; `lengths` rises."""
     groups = []
     first = 0
-    for row in range(1, len(lengths) + 1):
+    for token in range(1, len(lengths) + 1):
         if (
-            row == len(lengths)
-            or lengths[row] > MAX_GROUP_STRETCH * lengths[first]
-            or (row + 1 - first) * lengths[row] > MAX_GROUP_POSITIONS
+            token == len(lengths)
+            or lengths[token] > MAX_GROUP_STRETCH * lengths[first]
+            or (token + 1 - first) * lengths[token] > MAX_GROUP_POSITIONS
         ):
-            groups.append((first, row))
-            first = row
+            groups.append((first, token))
+            first = token
     return groups
 
 

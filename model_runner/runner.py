@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from rank_scheduler.interface import KvGroup
 from rank_scheduler.plan import StepPlan, StepResult
 
 
@@ -24,6 +25,8 @@ class Capacity:
     dtype: str
     device: str
     backend: str
+    kv_groups: tuple[KvGroup, ...] = (KvGroup(),)
+    is_encoder_decoder: bool = False
 
 
 class ModelRunner(Protocol):

@@ -20,7 +20,7 @@ from model_runner.runner import Capacity
 from model_runner.sampling import SamplingRows, sample
 from model_runner.weights import load_tensors
 from rank_scheduler.config import CacheConfig, SchedulerConfig
-from rank_scheduler.plan import BoolArray, StepPlan, StepResult
+from rank_scheduler.plan import NewSequence, StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +96,12 @@ class TorchRunner:
             dtype,
             device,
         )
-        self._batch = PersistentBatch(self._scheduler.max_num_seqs, max_model_len, self._cache.block_size)
+        self._batch = PersistentBatch(
+            self._scheduler.max_num_seqs,
+            max_model_len,
+            self._cache.block_size,
+            eos_token_ids=config.eos_token_ids,
+        )
         capacity = Capacity(
             num_blocks=memory.num_blocks,
             block_size=self._cache.block_size,
@@ -128,11 +133,10 @@ class TorchRunner:
         with torch.inference_mode():
             self._apply_delta(plan, self._batch, self._pool)
             rows = self._batch.rows(plan)
-            samples = plan.samples[rows.plan_rows]
-            result = StepResult(tokens=np.full(len(plan.slots), -1, np.int32))
-            if len(rows.slots):
-                logits = self._forward(rows, samples, self._model, self._pool, self._batch)
-                self._sample(logits, rows, samples, self._batch, result)
+            if not len(rows.slots):
+                return StepResult(np.zeros((0, 1), np.int32))
+            logits = self._forward(rows, self._model, self._pool, self._batch)
+            result = self._sample(logits, plan, rows, self._batch)
             self._batch.advance(plan, result.tokens)
         return result
 
@@ -140,34 +144,35 @@ class TorchRunner:
         self._model = self._pool = self._batch = None
 
     def _apply_delta(self, plan: StepPlan, batch: PersistentBatch, pool: KvPool) -> None:
+        for sequence in plan.new_sequences:
+            _check_no_encoder(sequence)
         batch.free(plan.freed_slots)
         for source, destination in plan.block_copies:
             pool.copy_block(source, destination)
-        fresh = [block for sequence in plan.new_sequences for block in batch.install(sequence).tolist()]
+        fresh = [batch.install(sequence) for sequence in plan.new_sequences]
+        for extension in plan.extensions:
+            batch.extend(extension)
         batch.append_blocks(plan.appended_slots, plan.appended_blocks)
-        fresh += plan.appended_blocks
-        if fresh:
-            pool.zero_blocks(torch.tensor(fresh, device=pool.blocks.device))
+        blocks = np.concatenate((*fresh, plan.appended_blocks.reshape(-1))).astype(np.int64)
+        if len(blocks):
+            pool.zero_blocks(torch.from_numpy(blocks).to(pool.blocks.device))
 
-    def _forward(
-        self, rows: StepRows, samples: BoolArray, model: LlamaModel, pool: KvPool, batch: PersistentBatch
-    ) -> torch.Tensor:
+    def _forward(self, rows: StepRows, model: LlamaModel, pool: KvPool, batch: PersistentBatch) -> torch.Tensor:
         device, dtype = pool.blocks.device, pool.blocks.dtype
         return model.forward(
             torch.from_numpy(rows.token_ids).to(device),
             torch.from_numpy(rows.positions).to(device),
-            torch.from_numpy(rows.last_tokens[samples]).to(device),
+            torch.from_numpy(rows.sampled_tokens).to(device),
             plan_attention(rows, batch, pool, dtype),
             pool,
         )
 
-    def _sample(
-        self, logits: torch.Tensor, rows: StepRows, samples: BoolArray, batch: PersistentBatch, result: StepResult
-    ) -> None:
-        """Fill `result` from the logits of the rows that sample."""
-        slots, plan_rows = rows.slots[samples], rows.plan_rows[samples]
-        if not len(slots):
-            return
+    def _sample(self, logits: torch.Tensor, plan: StepPlan, rows: StepRows, batch: PersistentBatch) -> StepResult:
+        """`logits`: of the sampled positions."""
+        if not len(rows.sampled_rows):
+            return StepResult(np.full((len(rows.slots), 1), -1, np.int32))
+        slots = rows.slots[rows.sampled_rows]
+        lengths = rows.positions[rows.sampled_tokens] + 1
         sampled = sample(
             logits,
             SamplingRows(
@@ -176,13 +181,19 @@ class TorchRunner:
                 top_p=batch.top_p[slots],
                 min_p=batch.min_p[slots],
                 seeds=batch.seeds[slots],
-                positions=rows.context_lens[samples],
+                positions=lengths,
                 num_logprobs=batch.num_logprobs[slots],
             ),
         )
-        result.tokens[plan_rows] = sampled.tokens
-        result.logprobs.update({int(plan_rows[row]): entry for row, entry in sampled.logprobs.items()})
-        result.failed.update({int(plan_rows[row]): why for row, why in sampled.failed.items()})
+        result = StepResult(batch.verify(rows, sampled.tokens))
+        firsts = np.searchsorted(rows.sampled_rows, np.arange(len(rows.slots)))
+        for row in np.flatnonzero(plan.samples & (result.tokens[:, 0] < 0)).tolist():
+            result.failed[row] = sampled.failed[int(firsts[row])]
+        if sampled.logprobs:
+            counts = (result.tokens >= 0).sum(axis=1)
+            for row in np.flatnonzero((counts > 0) & (batch.num_logprobs[rows.slots] >= 0)).tolist():
+                result.logprobs[row] = [sampled.logprobs[int(firsts[row]) + n] for n in range(counts[row])]
+        return result
 
     def _check_max_model_len(self, config: ModelConfig) -> int:
         if self._max_model_len is None:
@@ -193,6 +204,15 @@ class TorchRunner:
                 f"{config.max_position_embeddings}: set max_model_len to 1..{config.max_position_embeddings}"
             )
         return self._max_model_len
+
+
+def _check_no_encoder(sequence: NewSequence) -> None:
+    if sequence.encoder_inputs or len(sequence.cross_block_ids):
+        raise ValueError(
+            f"the plan installs a sequence with {len(sequence.encoder_inputs)} encoder_inputs and "
+            f"{len(sequence.cross_block_ids)} cross_block_ids into slot {sequence.slot}, and this model has no "
+            "encoder: send requests without encoder_inputs"
+        )
 
 
 def _pick_dtype(name: DtypeName, device: DeviceName) -> torch.dtype:

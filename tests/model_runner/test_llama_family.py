@@ -62,7 +62,7 @@ def test_tiny_checkpoint(name: str, tmp_path: Path) -> None:
     for end in range(20, 51):
         result = step(runner, [(0, 20 if end == 20 else 1, end == 50)], new)
         new = []
-    assert_equal(result.logprobs[0], expected[-1])
+    assert_equal(result.logprobs[0][0], expected[-1])
     runner.close()
 
 
@@ -94,7 +94,7 @@ def prefill(runner: TorchRunner, prompt: list[int], cuts: list[int], sampling: S
         result = step(runner, [(0, end - start, end == len(prompt))], new)
         new = []
     step(runner, [], freed=[0])
-    return result.logprobs[0]
+    return result.logprobs[0][0]
 
 
 def assert_equal(logprobs: Any, expected: torch.Tensor) -> None:

@@ -33,7 +33,7 @@ SMOLLM2 = ModelConfig(
 
 def plan(available_gib: float, **options: Any) -> MemoryPlan:
     arguments: dict[str, Any] = {
-        "scheduler": SchedulerConfig(),
+        "scheduler": SchedulerConfig(max_num_batched_tokens=512),
         "cache": CacheConfig(),
         "max_model_len": 8192,
         "dtype_size_bytes": 4,

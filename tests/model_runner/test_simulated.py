@@ -8,7 +8,7 @@ import pytest
 from model_runner.simulated import CostModel, SimulatedRunner, expected_tokens
 from rank_scheduler.config import CacheConfig, SchedulerConfig
 from rank_scheduler.messages import SamplingParams
-from tests.model_runner.driver import generate, sequence, step
+from tests.model_runner.driver import generate, generate_with_drafts, proposer, sequence, step, tokens_of
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 0, 3]
 BLOCKS = [3, 4, 9, 7, 1]
@@ -35,24 +35,32 @@ def test_shared_and_copied_blocks(runner: SimulatedRunner) -> None:
     """The second reads a block that the first fills in the same step; the third a copy of both."""
     new = [sequence(1, PROMPT, [3, 5, 6], computed=4), sequence(0, PROMPT, BLOCKS)]
     result = step(runner, [(1, 5, True), (0, 9, True)], new)
-    assert result.tokens.tolist() == expected_tokens(PROMPT, 1) * 2
+    assert tokens_of(result) == expected_tokens(PROMPT, 1) * 2
     copied = sequence(2, PROMPT, [20, 21, 22], computed=8)
     result = step(runner, [(2, 1, True)], [copied], copies=[(3, 20), (5, 21)])
-    assert result.tokens.tolist() == expected_tokens(PROMPT, 1)
+    assert tokens_of(result) == expected_tokens(PROMPT, 1)
+
+
+@pytest.mark.parametrize(("quality", "num_steps"), [("good", 4), ("bad", 13), ("mixed", 5)])
+def test_drafts_change_steps_and_not_tokens(runner: SimulatedRunner, quality: str, num_steps: int) -> None:
+    expected = expected_tokens(PROMPT, 13)
+    tokens, steps, _ = generate_with_drafts(runner, PROMPT, 13, [*BLOCKS, 2], proposer(expected, quality))
+    assert tokens == expected
+    assert steps == num_steps
 
 
 @pytest.mark.parametrize("blocks", [[3, 3, 6], [4, 3, 6], [3, 9, 6], [12, 4, 6]])
 def test_wrong_blocks_give_other_tokens(runner: SimulatedRunner, blocks: list[int]) -> None:
     step(runner, [(0, 9, True)], [sequence(0, PROMPT, BLOCKS)])
     result = step(runner, [(1, 1, True)], [sequence(1, PROMPT, blocks, computed=8)])
-    assert result.tokens.tolist() != expected_tokens(PROMPT, 1)
+    assert tokens_of(result) != expected_tokens(PROMPT, 1)
 
 
 def test_equal_block_after_another_prefix_gives_other_tokens(runner: SimulatedRunner) -> None:
     step(runner, [(0, 9, True)], [sequence(0, [1, 1, 1, 1, *PROMPT[4:]], BLOCKS)])
     step(runner, [(1, 9, True)], [sequence(1, PROMPT, [10, 11, 12])])
     result = step(runner, [(2, 1, True)], [sequence(2, PROMPT, [10, 4, 6], computed=8)])
-    assert result.tokens.tolist() != expected_tokens(PROMPT, 1)
+    assert tokens_of(result) != expected_tokens(PROMPT, 1)
 
 
 def test_step_time() -> None:
@@ -68,7 +76,7 @@ def test_logprobs_where_asked(runner: SimulatedRunner) -> None:
     result = step(runner, [(0, 9, True)], [sequence(0, PROMPT, BLOCKS, sampling=silent)])
     assert not result.logprobs
     result = step(runner, [(1, 9, True)], [sequence(1, PROMPT, [10, 11, 12])])
-    assert result.logprobs[0].top_ids == tuple(expected_tokens(PROMPT, 1))
+    assert result.logprobs[0][0].top_ids == tuple(expected_tokens(PROMPT, 1))
 
 
 def test_quick_imports_bring_no_torch() -> None:
