@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from rank_scheduler.interface import KvGroup
+from rank_scheduler.performance import PerformanceModel
 from rank_scheduler.plan import StepPlan, StepResult
 
 
@@ -27,6 +28,8 @@ class Capacity:
     backend: str
     kv_groups: tuple[KvGroup, ...] = (KvGroup(),)
     is_encoder_decoder: bool = False
+    performance: PerformanceModel | None = None
+    """The model's shape with this machine's measured limits."""
 
 
 class ModelRunner(Protocol):

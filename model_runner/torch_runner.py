@@ -12,6 +12,7 @@ import torch
 
 from model_runner.attention import plan_attention
 from model_runner.batch import PersistentBatch, StepRows
+from model_runner.calibration import calibrate
 from model_runner.kv_pool import KvPool
 from model_runner.llama import LlamaModel, expected_tensors
 from model_runner.memory import available_memory_bytes, plan_memory
@@ -84,6 +85,7 @@ class TorchRunner:
             available_bytes=torch.cuda.mem_get_info()[0] if device.type == "cuda" else available_memory_bytes(),
             budget_bytes=self._memory_budget_bytes,
         )
+        performance = calibrate(config, dtype, device)
         ignored = frozenset({"lm_head.weight"}) if config.tie_word_embeddings else frozenset[str]()
         tensors = load_tensors(self._model_dir, expected_tensors(config), ignored, dtype)
         self._model = LlamaModel(config, tensors, max_model_len, device)
@@ -112,6 +114,7 @@ class TorchRunner:
             dtype=str(dtype).removeprefix("torch."),
             device=self._device_name,
             backend="torch",
+            performance=performance,
         )
         logger.info(
             "loaded %s (%s) in %.1f s: %s on %s, %d threads, %d blocks of %d tokens (%.2f GiB)",

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True)
 class StepCost:
     flops: float
+    """Of linears and attention; norms, rotations and sampling are not counted."""
     size_bytes: float
     """Weights and KV that must be read or written at least once."""
 
@@ -22,20 +23,27 @@ class PerformanceModel:
     num_layers: int
     num_attention_heads: int
     head_dim: int
-    weight_size_bytes: int
-    """Of all weights that one step reads."""
+    weight_dtype_size_bytes: int
     kv_size_bytes_per_token: int
+    """K and V of all layers."""
     peak_flops_per_s: float
     peak_bytes_per_s: float
 
-    def estimate(
-        self, *, num_tokens: int, num_sampled: int, num_attended: int, num_context_tokens: int
-    ) -> StepCost:
-        """`num_attended`: positions attended to, summed over computed tokens; `num_context_tokens`: summed over rows."""
-        linears = 2 * self.num_layer_weights * num_tokens + 2 * self.num_head_weights * num_sampled
+    def estimate(self, *, num_tokens: int, num_sampled: int, num_attended: int, num_context_tokens: int) -> StepCost:
+        """`num_tokens`: computed; `num_sampled`: of them, those with logits.
+
+        `num_attended`: positions attended to, the token's own included, summed over the computed tokens;
+        `num_context_tokens`: computed before the step, summed over rows. Where layers have windows: means over layers.
+        """
+        if not num_tokens:
+            return StepCost(0.0, 0.0)
+        head = self.num_head_weights if num_sampled else 0
+        linears = 2 * self.num_layer_weights * num_tokens + 2 * head * num_sampled
+        # A product with K and one with V, each a multiplication and an addition per head, dimension and position.
         attention = 4 * self.num_layers * self.num_attention_heads * self.head_dim * num_attended
-        moved = self.weight_size_bytes + self.kv_size_bytes_per_token * (num_context_tokens + num_tokens)
-        return StepCost(float(linears + attention), float(moved))
+        weights = self.weight_dtype_size_bytes * (self.num_layer_weights + head)
+        kv = self.kv_size_bytes_per_token * (num_context_tokens + num_tokens)
+        return StepCost(float(linears + attention), float(weights + kv))
 
     def utilisation(self, cost: StepCost, duration_s: float) -> float:
         """The larger share of the two limits that a step of this cost reached in this time, 0..1 or so."""
