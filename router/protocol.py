@@ -10,9 +10,11 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SkipValidation, ValidationError
+from pydantic import BeforeValidator, Field, SkipValidation, ValidationError
 
+from rank_scheduler.messages import Grammar, Repetition
 from router.errors import ApiError, invalid
+from router.output_format import OutputFormatFields, Strict
 
 MAX_NUM_MESSAGES = 4_096
 MAX_NUM_SEQUENCES = 128
@@ -20,7 +22,7 @@ MAX_NUM_SEQUENCES = 128
 MAX_NUM_PROMPT_TOKENS = 1 << 20
 """Of one request, over all its sequences.
 
-They are submitted in one go. With them, its stop strings and MAX_NUM_SEQUENCES, no request comes near
+They are submitted in one go. With them, its stop strings, its grammar and MAX_NUM_SEQUENCES, no request comes near
 `connection.MAX_SEND_BUFFER_BYTES`, beyond which a rank's connection, and with it everybody's stream, is cut.
 """
 MAX_TOKENIZE_CHARACTERS = 1 << 19
@@ -30,6 +32,7 @@ MAX_NUM_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 1_024
 MAX_NUM_STOP_TOKEN_IDS = 128
 MAX_NUM_LOGPROBS = 20
+MAX_CACHE_SALT_CHARACTERS = 256
 DEFAULT_COMPLETION_MAX_TOKENS = 16
 
 _SHOWN_CHARACTERS = 80
@@ -49,29 +52,21 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
     "function_call": ("none",),
     "functions": ([],),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
     "include_stop_str_in_output": (False,),
     "length_penalty": (1,),
     "logit_bias": ({},),
     "metadata": ({},),
-    "min_tokens": (0,),
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
     "prediction": (),
     "presence_penalty": (0,),
-    "priority": (0,),
     "prompt_logprobs": (),
     "reasoning_effort": (),
     "repetition_penalty": (1,),
-    "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "store": (False,),
-    "structured_outputs": (),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
@@ -128,16 +123,12 @@ def _is_token_ids(value: Any) -> bool:
     return isinstance(value, list) and set(map(type, value)) <= {int}
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-class StreamOptions(_Strict):
+class StreamOptions(Strict):
     include_usage: bool = False
     continuous_usage_stats: Literal[False, None] = None
 
 
-class Message(_Strict):
+class Message(Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str, BeforeValidator(_content)]
     name: str | None = None
@@ -150,7 +141,15 @@ class Message(_Strict):
 _StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 
 
-class GenerateRequest(_Strict):
+class RepetitionDetection(Strict):
+    """As in `Repetition`."""
+
+    max_pattern_size: int = Field(ge=1, le=1024)
+    min_count: int = Field(ge=2, le=1024)
+    min_pattern_size: int = Field(default=1, ge=1, le=1024)
+
+
+class GenerateRequest(OutputFormatFields):
     """What chat and text completions have in common."""
 
     model: str | None = None
@@ -160,12 +159,19 @@ class GenerateRequest(_Strict):
     top_k: int | None = Field(default=None, ge=-1, le=2**31 - 1)
     min_p: float | None = Field(default=None, ge=0, le=1)
     seed: int | None = Field(default=None, ge=-(2**63), le=2**63 - 1)
-    stop: Annotated[list[_StopString], Field(max_length=MAX_NUM_STOP_STRINGS), BeforeValidator(_texts)] = []
+    stop: Annotated[list[_StopString], Field(max_length=MAX_NUM_STOP_STRINGS), BeforeValidator(_texts)] = Field(
+        default=[]
+    )
     stop_token_ids: list[Annotated[int, Field(ge=0)]] | None = Field(default=None, max_length=MAX_NUM_STOP_TOKEN_IDS)
     n: int | None = Field(default=None, ge=1, le=MAX_NUM_SEQUENCES)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None
+    min_tokens: int | None = Field(default=None, ge=0)
+    repetition_detection: RepetitionDetection | None = None
+    priority: int | None = Field(default=None, ge=-(2**31), le=2**31 - 1)
+    cache_salt: str | None = Field(default=None, min_length=1, max_length=MAX_CACHE_SALT_CHARACTERS)
+    skip_reading_prefix_cache: bool | None = None
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
@@ -193,6 +199,18 @@ class GenerateRequest(_Strict):
         raise NotImplementedError
 
     @property
+    def output_grammar(self) -> tuple[str, Grammar] | None:
+        """The field that says what the output must match, and its meaning."""
+        return next(iter(self.grammars()), None)
+
+    @property
+    def repetition(self) -> Repetition | None:
+        asked = self.repetition_detection
+        if asked is None:
+            return None
+        return Repetition(asked.max_pattern_size, asked.min_count, asked.min_pattern_size)
+
+    @property
     def asked_max_tokens(self) -> int | None:
         return self.max_tokens
 
@@ -204,6 +222,24 @@ class GenerateRequest(_Strict):
         """Raises ApiError where fields contradict each other."""
         if self.stream_options is not None and not self.stream:
             raise invalid("stream_options: allowed only with stream = true", "stream_options")
+        grammars = self.grammars()
+        if len(grammars) > 1:
+            first, second = grammars[0][0], grammars[1][0]
+            raise invalid(f"{second}: {first} already says what the output must look like; give one of them", second)
+        if grammars and self.min_tokens:
+            raise invalid(
+                f"min_tokens: {self.min_tokens} contradicts {grammars[0][0]}, which says where the output ends; "
+                "leave it out",
+                "min_tokens",
+            )
+        asked = self.repetition_detection
+        if asked is not None and asked.min_pattern_size > asked.max_pattern_size:
+            path = "repetition_detection.min_pattern_size"
+            raise invalid(
+                f"{path}: {asked.min_pattern_size} is more than max_pattern_size {asked.max_pattern_size}; "
+                "lower it, or raise max_pattern_size",
+                path,
+            )
 
 
 class ChatCompletionRequest(GenerateRequest):
@@ -260,7 +296,7 @@ class CompletionRequest(GenerateRequest):
             )
 
 
-class TokenizeRequest(_Strict):
+class TokenizeRequest(Strict):
     """Either `prompt` or `messages`."""
 
     model: str | None = None
@@ -276,7 +312,7 @@ class TokenizeRequest(_Strict):
             raise invalid("prompt: give either prompt or messages", "prompt")
 
 
-class DetokenizeRequest(_Strict):
+class DetokenizeRequest(Strict):
     model: str | None = None
     tokens: list[Annotated[int, Field(ge=0)]] = Field(max_length=MAX_NUM_DETOKENIZE_TOKENS)
 

@@ -18,6 +18,7 @@ from router.choice import Choice, Delta
 from router.control_link import ControlLink
 from router.errors import ApiError, Cause, invalid
 from router.explanation import InRouter, RouterStage
+from router.grammar_check import GrammarChecker
 from router.metrics import RouterMetrics
 from router.protocol import (
     DEFAULT_COMPLETION_MAX_TOKENS,
@@ -41,6 +42,7 @@ class RequestFlow:
         *,
         request_id: str,
         tokenizer: ChatTokenizer,
+        grammar_checker: GrammarChecker,
         control: ControlLink,
         pool: RankPool,
         metrics: RouterMetrics,
@@ -56,6 +58,7 @@ class RequestFlow:
         self._policy = policy
         self._stream_interval = stream_interval
         self._tokenizer = tokenizer
+        self._grammar_checker = grammar_checker
         self._control = control
         self._pool = pool
         self._metrics = metrics
@@ -97,8 +100,12 @@ class RequestFlow:
         """Everything up to the submit. Raises ApiError if the request is refused."""
         request = self.request
         self._check_vocabulary(request.stop_token_ids or (), "stop_token_ids")
+        self._check_policy()
         self._key = self._control.new_key()
         await self._control.acquire(self._key, request.num_sequences, 0)
+        if (asked := request.output_grammar) is not None:
+            await self._grammar_checker.check(asked[1], asked[0])
+            self._raise_error()
         self._stage = RouterStage.TOKENIZATION
         prompts = await self._tokenize()
         self.num_prompt_tokens = sum(map(len, prompts))
@@ -205,7 +212,17 @@ class RequestFlow:
         )
         self._choices.append(choice)
         self._num_open += 1
-        prepared = Submit(0, token_ids, sampling, request_id=self.request_id)
+        request, asked = self.request, self.request.output_grammar
+        prepared = Submit(
+            0,
+            token_ids,
+            sampling,
+            request_id=self.request_id,
+            priority=request.priority or 0,
+            cache_salt=request.cache_salt or "",
+            reads_prefix_cache=not request.skip_reading_prefix_cache,
+            grammar=None if asked is None else asked[1],
+        )
         self._submitted.append((link, link.submit(prepared, choice)))
 
     def _notify(self, choice: Choice) -> None:
@@ -276,8 +293,26 @@ class RequestFlow:
             unknown = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
             raise invalid(f"{param}: token id {unknown} is not in the model's vocabulary of {vocab_size}", param)
 
+    def _check_policy(self) -> None:
+        if self.request.priority and self._policy != "priority":
+            raise invalid(
+                f"priority: {self.request.priority} means nothing under this server's scheduling policy "
+                f"{self._policy!r}; leave it out, or have the server run with policy 'priority'",
+                "priority",
+            )
+
     def _max_tokens(self, prompt: Sequence[int]) -> int:
-        """Tokens to generate for `prompt`. Raises ApiError if the model has no room for that."""
+        """Tokens to generate for `prompt`. Raises ApiError if the model has no room for that, or for `min_tokens`."""
+        most, least = self._most_tokens(prompt), self.request.min_tokens or 0
+        if least > most:
+            raise invalid(
+                f"min_tokens: {least} is more than the {most} tokens that are generated at most; lower it, or raise "
+                f"{self.request.max_tokens_param} if the model has room",
+                "min_tokens",
+            )
+        return most
+
+    def _most_tokens(self, prompt: Sequence[int]) -> int:
         request = self.request
         param = self._prompt_param
         if not prompt:
@@ -310,4 +345,6 @@ class RequestFlow:
             stop_token_ids=tuple(request.stop_token_ids or ()),
             ignore_eos=bool(request.ignore_eos),
             num_logprobs=request.num_logprobs,
+            min_tokens=request.min_tokens or 0,
+            repetition=request.repetition,
         )

@@ -15,6 +15,7 @@ from router.control_link import ControlAddress, ControlLink
 from router.control_messages import QueueCounts, RankRecord
 from router.errors import ApiError, Cause
 from router.explanation import RequestExplanation, check_request_id, put_together
+from router.grammar_check import GrammarChecker
 from router.metrics import RouterMetrics
 from router.protocol import ChatCompletionRequest, CompletionRequest
 from router.rank_pool import RankPool
@@ -61,6 +62,7 @@ class RouterService:
     def __init__(self, settings: RouterSettings) -> None:
         self.settings = settings
         self.tokenizer = ChatTokenizer(settings.model_dir)
+        self._grammar_checker = GrammarChecker()
         self.metrics = RouterMetrics(self._rank_figures, self._queue_counts)
         self.is_shutting_down = False
         self._control: ControlLink | None = None
@@ -115,6 +117,7 @@ class RouterService:
             request,
             request_id=request_id,
             tokenizer=self.tokenizer,
+            grammar_checker=self._grammar_checker,
             control=self.control,
             pool=self.pool,
             metrics=self.metrics,
@@ -176,6 +179,7 @@ class RouterService:
         if self._pool is not None:
             await self._pool.close()
         self.tokenizer.close()
+        self._grammar_checker.close()
 
     def readiness(self) -> tuple[bool, dict[str, object]]:
         """Whether requests can be served (by one rank at least), and the figures that say why."""

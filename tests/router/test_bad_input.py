@@ -97,7 +97,11 @@ CHAT_CASES: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
     "top_logprobs 21": ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", ("20",)),
     "unknown field": ({"frobnicate": 1}, "frobnicate", ("unknown field",)),
     "tools": ({"tools": [{"type": "function"}]}, "tools", ("not supported",)),
-    "response_format": ({"response_format": {"type": "json_object"}}, "response_format", ("not supported",)),
+    "response_format": (
+        {"response_format": {"type": "xml"}},
+        "response_format.type",
+        ("'text', 'json_object' or 'json_schema'", "'xml'"),
+    ),
     "presence_penalty": ({"presence_penalty": 0.5}, "presence_penalty", ("not supported", "0.5")),
     "logit_bias": ({"logit_bias": {"5": 1}}, "logit_bias", ("not supported",)),
 }
