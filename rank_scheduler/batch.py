@@ -7,59 +7,93 @@ import numpy as np
 from rank_scheduler.plan import Int32Array
 from rank_scheduler.sequence import Sequence
 
+_NO_EPOCH = -1
+
 
 class RunningBatch:
-    """Slots of the sequences that run. Arrays are indexed by slot; `order` lists the taken slots as admitted."""
+    """Slots of the sequences that run, idle sessions included. Arrays are indexed by slot.
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, max_blocks_per_seq: int) -> None:
+    The ledger of a slot, every number >= 0: `num_tokens` are known, of them (and of drafts) `num_computed` have KV
+    or get it by a step that has been planned; `num_in_flight` of those are in steps not yet processed, which will
+    bring `num_placeholders` more tokens (drafts that may prove right counted as if they did).
+    """
+
+    def __init__(
+        self, max_num_seqs: int, max_model_len: int, block_size: int, num_groups: int, max_drafts: int
+    ) -> None:
+        max_columns = -(-max_model_len // block_size)
+        self._block_size = block_size
         self.num_tokens = np.zeros(max_num_seqs, np.int32)
-        """Known tokens: prompt and generated."""
         self.num_computed = np.zeros(max_num_seqs, np.int32)
-        """Tokens whose KV is computed, or will be by a step that has been planned."""
+        self.num_in_flight = np.zeros(max_num_seqs, np.int32)
+        self.num_placeholders = np.zeros(max_num_seqs, np.int32)
         self.num_prompt = np.zeros(max_num_seqs, np.int32)
-        self.num_blocks = np.zeros(max_num_seqs, np.int32)
+        self.num_columns = np.zeros(max_num_seqs, np.int32)
+        """Columns of the block table in use."""
         self.max_total = np.zeros(max_num_seqs, np.int32)
-        """Known tokens at which the sequence ends by length."""
+        """Known tokens at which the sequence (of a session: its turn) ends by length."""
+        self.priority = np.zeros(max_num_seqs, np.int32)
         self.owner = np.zeros(max_num_seqs, np.int64)
         self.wire_id = np.zeros(max_num_seqs, np.int64)
+        self.epoch = np.full(max_num_seqs, _NO_EPOCH, np.int64)
+        """Names one stay of one sequence in a slot: results of steps planned for an earlier stay are not for it."""
         self.ignore_eos = np.zeros(max_num_seqs, np.bool_)
         self.watched = np.zeros(max_num_seqs, np.bool_)
-        """Each new token needs a look at the sequence itself, which has stop tokens or stop strings."""
+        """Each new token needs a look at the sequence itself (stop tokens, stop strings, grammar, repetition)."""
+        self.is_idle = np.zeros(max_num_seqs, np.bool_)
+        """A session between two turns."""
+        self.has_grammar = np.zeros(max_num_seqs, np.bool_)
+        self.has_encoder_inputs = np.zeros(max_num_seqs, np.bool_)
+        self.num_cached_columns = np.zeros(max_num_seqs, np.int32)
+        """Leading columns that the prefix cache has been told of."""
+        self.num_drafts = np.zeros(max_num_seqs, np.int32)
+        self.drafts = np.zeros((max_num_seqs, max_drafts), np.int32)
         # Pages of rows that never fill are never touched, so the reserved size costs no memory.
         self.token_ids = np.zeros((max_num_seqs, max_model_len), np.int32)
-        self.block_table = np.zeros((max_num_seqs, max_blocks_per_seq), np.int32)
+        self.block_table = np.zeros((num_groups, max_num_seqs, max_columns), np.int32)
         self.sequences: list[Sequence | None] = [None] * max_num_seqs
+        self.num_idle = 0
+        self.num_with_grammar = 0
+        self.num_with_encoder_inputs = 0
         self._order = np.zeros(max_num_seqs, np.int32)
         self._count = 0
+        self._next_epoch = 0
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
 
     def __len__(self) -> int:
         return self._count
 
     @property
-    def has_free_slot(self) -> bool:
-        return bool(self._free_slots)
-
-    @property
     def order(self) -> Int32Array:
         """Taken slots in order of admission; a view, valid until the next insert or remove."""
         return self._order[: self._count]
 
-    def insert(self, sequence: Sequence, block_ids: list[int], num_computed: int, max_total: int) -> int:
-        """Give the sequence a slot (there must be a free one); returns it."""
+    def insert(self, sequence: Sequence, table: Int32Array, num_computed: int, max_total: int) -> int:
+        """Give the sequence a slot (there must be a free one); returns it. `table`: [num_groups, columns]."""
         slot = self._free_slots.pop()
         num_tokens = len(sequence.token_ids)
         self.num_tokens[slot] = num_tokens
         self.num_computed[slot] = num_computed
+        self.num_in_flight[slot] = self.num_placeholders[slot] = self.num_drafts[slot] = 0
+        self.num_cached_columns[slot] = 0
         self.num_prompt[slot] = sequence.num_prompt_tokens
         self.max_total[slot] = max_total
+        self.priority[slot] = sequence.priority
         self.owner[slot], self.wire_id[slot] = sequence.key
+        self._new_epoch(slot)
         sampling = sequence.sampling
-        self.ignore_eos[slot] = sampling.ignore_eos
-        self.watched[slot] = bool(sampling.stop_token_ids or sampling.stop)
+        self.ignore_eos[slot] = sampling.ignore_eos and not sequence.has_grammar
+        self.watched[slot] = bool(
+            sampling.stop_token_ids or sampling.stop or sampling.repetition or sequence.has_grammar
+        )
+        self.has_grammar[slot] = sequence.has_grammar
+        self.has_encoder_inputs[slot] = bool(sequence.encoder_inputs)
+        self.num_with_grammar += sequence.has_grammar
+        self.num_with_encoder_inputs += bool(sequence.encoder_inputs)
         self.token_ids[slot, :num_tokens] = sequence.token_ids
-        self.num_blocks[slot] = len(block_ids)
-        self.block_table[slot, : len(block_ids)] = block_ids
+        columns = table.shape[1]
+        self.num_columns[slot] = columns
+        self.block_table[:, slot, :columns] = table
         self.sequences[slot] = sequence
         sequence.slot = slot
         self._order[self._count] = slot
@@ -71,10 +105,15 @@ class RunningBatch:
         sequence = self.at(slot)
         sequence.token_ids = self.known_tokens(slot).copy()
         sequence.slot = -1
+        self.set_idle(slot, False)
+        self.num_with_grammar -= int(self.has_grammar[slot])
+        self.num_with_encoder_inputs -= int(self.has_encoder_inputs[slot])
+        self.epoch[slot] = _NO_EPOCH
         self.sequences[slot] = None
-        kept = self.order[self.order != slot]
-        self._order[: len(kept)] = kept
-        self._count = len(kept)
+        order = self.order
+        position = int(np.flatnonzero(order == slot)[0])
+        order[position:-1] = order[position + 1 :].copy()
+        self._count -= 1
         self._free_slots.append(slot)
         return sequence
 
@@ -83,16 +122,48 @@ class RunningBatch:
         assert sequence is not None, f"slot {slot} is empty"
         return sequence
 
-    def append_block(self, slot: int, block: int) -> None:
-        self.block_table[slot, self.num_blocks[slot]] = block
-        self.num_blocks[slot] += 1
+    def set_idle(self, slot: int, is_idle: bool) -> None:
+        self.num_idle += int(is_idle) - int(self.is_idle[slot])
+        self.is_idle[slot] = is_idle
 
-    def block_ids(self, slot: int) -> list[int]:
-        blocks: list[int] = self.block_table[slot, : self.num_blocks[slot]].tolist()
-        return blocks
+    def end_turn(self, slot: int) -> None:
+        """The session waits for its next input; what steps in flight still bring is not for it."""
+        self.set_idle(slot, True)
+        self._new_epoch(slot)
+        self.num_in_flight[slot] = self.num_placeholders[slot] = self.num_drafts[slot] = 0
+        self.num_computed[slot] = self.num_tokens[slot] - 1
+
+    def extend(self, slot: int, first: int, token_ids: Int32Array, max_total: int) -> None:
+        """Replace the known tokens from index `first` on, as the prompt of the session's next turn."""
+        end = first + len(token_ids)
+        self.set_idle(slot, False)
+        self.token_ids[slot, first:end] = token_ids
+        self.num_tokens[slot] = self.num_prompt[slot] = end
+        self.num_cached_columns[slot] = min(self.num_cached_columns[slot], first // self._block_size)
+        self.num_drafts[slot] = 0
+        self.max_total[slot] = max_total
+
+    def append_columns(self, slots: Int32Array, columns: Int32Array) -> None:
+        """Append to each slot, which may occur more than once, a column of blocks; shapes [k] and [k, num_groups]."""
+        if len(slots) == 1 or len(np.unique(slots)) == len(slots):
+            self.block_table[:, slots, self.num_columns[slots]] = columns.T
+            self.num_columns[slots] += 1
+            return
+        for slot, column in zip(slots.tolist(), columns, strict=True):
+            self.block_table[:, slot, self.num_columns[slot]] = column
+            self.num_columns[slot] += 1
+
+    def table(self, slot: int) -> Int32Array:
+        """The slot's blocks, shape [num_groups, columns]; a view."""
+        return self.block_table[:, slot, : self.num_columns[slot]]
 
     def known_tokens(self, slot: int) -> Int32Array:
+        """A view."""
         return self.token_ids[slot, : self.num_tokens[slot]]
+
+    def _new_epoch(self, slot: int) -> None:
+        self.epoch[slot] = self._next_epoch
+        self._next_epoch += 1
 
     def check_integrity(self) -> None:
         taken = self.order.tolist()
@@ -102,3 +173,10 @@ class RunningBatch:
             sequence = self.sequences[slot]
             assert (sequence is not None) == (slot in taken), f"slot {slot}: holder and order differ"
             assert sequence is None or sequence.slot == slot, f"slot {slot}: holder believes it is {sequence.slot}"
+            assert sequence is not None or not self.is_idle[slot], f"slot {slot}: empty and idle"
+        order = self.order
+        for figures in (self.num_in_flight, self.num_placeholders, self.num_computed, self.num_drafts):
+            assert (figures[order] >= 0).all(), "a count of the ledger is negative"
+        assert self.num_idle == int(self.is_idle.sum()), "idle sessions miscounted"
+        assert self.num_with_grammar == int(self.has_grammar[order].sum()), "grammars miscounted"
+        assert self.num_with_encoder_inputs == int(self.has_encoder_inputs[order].sum()), "encoder inputs miscounted"

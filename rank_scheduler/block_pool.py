@@ -2,7 +2,8 @@
 
 Block 0 is the null block: a placeholder in block tables, never allocated, freed or cached. A block with no
 holder lies in the free list; if it carries a hash it still answers prefix lookups until it is handed out again.
-Blocks without a hash are handed out first, then hashed ones, least recently freed first.
+Blocks without a hash are handed out first, then hashed ones, least recently freed first. Layer groups share the
+pool; a block belongs to a group only while it carries a hash.
 """
 
 from __future__ import annotations
@@ -10,20 +11,27 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
+from rank_scheduler.kv_events import AllBlocksCleared, BlockRemoved, KvEvent
+
 NULL_BLOCK = 0
 
 
 class BlockPool:
     """Owner of every block's reference count and hash. All operations are O(blocks touched)."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, num_groups: int = 1, *, events: list[KvEvent] | None = None) -> None:
+        """`events` takes in what is removed from the cache; None: nobody wants to know."""
         if num_blocks < 2:
             raise ValueError(f"num_blocks is {num_blocks}: a pool needs the null block and at least one more")
         self._ref_counts = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks
-        self._block_of_hash: dict[bytes, int] = {}
+        self._groups = [0] * num_blocks
+        self._block_of_hash: list[dict[bytes, int]] = [{} for _ in range(num_groups)]
         # First to last is the order in which blocks are handed out.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
+        self._events = events
+        self.version = 0
+        """Changes whenever a lookup may give another answer."""
 
     @property
     def num_usable_blocks(self) -> int:
@@ -42,36 +50,48 @@ class BlockPool:
         """
         if count > len(self._free):
             raise ValueError(f"{count} blocks asked for, {len(self._free)} are free")
+        pop, hashes, ref_counts = self._free.popitem, self._hashes, self._ref_counts
         blocks = []
         for _ in range(count):
-            block, _ = self._free.popitem(last=False)
-            self.forget(block)
-            self._ref_counts[block] = 1
+            block, _ = pop(False)
+            if hashes[block] is not None:
+                self.forget(block)
+            ref_counts[block] = 1
             blocks.append(block)
         return blocks
 
     def touch(self, blocks: Iterable[int]) -> None:
         """Add a reference to each block of a prefix hit, taking unheld ones out of the free list."""
+        ref_counts, free = self._ref_counts, self._free
         for block in blocks:
-            if self._ref_counts[block] == 0:
-                del self._free[block]
-            self._ref_counts[block] += 1
+            if ref_counts[block] == 0:
+                del free[block]
+            ref_counts[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Drop one reference of each. Given in sequence order: the tail of a sequence is evicted before its head."""
-        for block in reversed(blocks):
-            self._ref_counts[block] -= 1
-            if self._ref_counts[block] == 0:
-                self._free[block] = None
-                if self._hashes[block] is None:
-                    self._free.move_to_end(block, last=False)
+        """Drop one reference of each; null blocks are passed over.
 
-    def cache(self, block: int, block_hash: bytes) -> bool:
+        Given in sequence order: the tail of a sequence is evicted before its head.
+        """
+        ref_counts, free, hashes = self._ref_counts, self._free, self._hashes
+        for block in reversed(blocks):
+            if block == NULL_BLOCK:
+                continue
+            ref_counts[block] -= 1
+            if ref_counts[block] == 0:
+                free[block] = None
+                if hashes[block] is None:
+                    free.move_to_end(block, last=False)
+
+    def cache(self, block: int, block_hash: bytes, group: int = 0) -> bool:
         """Let prefix lookups find `block` under `block_hash`. False if another block already answers for it."""
-        if block_hash in self._block_of_hash:
+        known = self._block_of_hash[group]
+        if block_hash in known:
             return False
-        self._block_of_hash[block_hash] = block
+        known[block_hash] = block
         self._hashes[block] = block_hash
+        self._groups[block] = group
+        self.version += 1
         return True
 
     def is_cached(self, block: int) -> bool:
@@ -81,14 +101,35 @@ class BlockPool:
         """Remove the block from the prefix cache, if it is there."""
         block_hash = self._hashes[block]
         if block_hash is not None:
-            del self._block_of_hash[block_hash]
+            group = self._groups[block]
+            del self._block_of_hash[group][block_hash]
             self._hashes[block] = None
+            self.version += 1
+            if self._events is not None:
+                self._events.append(BlockRemoved(block_hash, group))
 
-    def lookup(self, hashes: Iterable[bytes]) -> list[int]:
+    def clear(self) -> bool:
+        """Forget all content; False, with nothing changed, while anybody holds a block."""
+        if len(self._free) != self.num_usable_blocks:
+            return False
+        self._hashes = [None] * len(self._hashes)
+        for known in self._block_of_hash:
+            known.clear()
+        self.version += 1
+        if self._events is not None:
+            self._events.append(AllBlocksCleared())
+        return True
+
+    def find(self, block_hash: bytes, group: int = 0) -> int | None:
+        """The block that answers for this hash. No side effects."""
+        return self._block_of_hash[group].get(block_hash)
+
+    def lookup(self, hashes: Iterable[bytes], group: int = 0) -> list[int]:
         """Blocks of the longest cached run from the first hash on. No side effects."""
+        find = self._block_of_hash[group].get
         blocks = []
         for block_hash in hashes:
-            block = self._block_of_hash.get(block_hash)
+            block = find(block_hash)
             if block is None:
                 break
             blocks.append(block)
@@ -96,23 +137,30 @@ class BlockPool:
 
     def num_unheld(self, blocks: Iterable[int]) -> int:
         """How many of `blocks` lie in the free list (and would leave it when touched)."""
-        return sum(self._ref_counts[block] == 0 for block in blocks)
+        ref_counts = self._ref_counts
+        return sum(not ref_counts[block] and block != NULL_BLOCK for block in blocks)
 
     def num_sole_references(self, blocks: Iterable[int]) -> int:
         """How many of `blocks` would become free if one holder let go of them."""
-        return sum(self._ref_counts[block] == 1 for block in blocks)
+        ref_counts = self._ref_counts
+        return sum(ref_counts[block] == 1 for block in blocks)
 
     def check_integrity(self, held: Iterable[int]) -> None:
-        """Assert that the references are exactly those in `held` (one entry per reference)."""
+        """Assert that the references are exactly those in `held` (one entry per reference, null blocks aside)."""
         expected = [0] * len(self._ref_counts)
         for block in held:
             expected[block] += 1
-        assert expected[NULL_BLOCK] == 0, "somebody holds the null block"
+        expected[NULL_BLOCK] = 0
         assert expected == self._ref_counts, (
             "reference counts differ from holders at blocks "
             f"{[block for block, (a, b) in enumerate(zip(expected, self._ref_counts, strict=True)) if a != b]}"
         )
         unheld = {block for block, count in enumerate(self._ref_counts) if count == 0 and block != NULL_BLOCK}
         assert unheld == set(self._free), "free list differs from blocks without holder"
-        carried = {block_hash: block for block, block_hash in enumerate(self._hashes) if block_hash is not None}
-        assert carried == self._block_of_hash, "prefix map differs from the blocks' hashes"
+        for group, known in enumerate(self._block_of_hash):
+            carried = {
+                block_hash: block
+                for block, block_hash in enumerate(self._hashes)
+                if block_hash is not None and self._groups[block] == group
+            }
+            assert carried == known, "prefix map differs from the blocks' hashes"

@@ -151,6 +151,8 @@ class End(msgspec.Struct, frozen=True, omit_defaults=True):
     """For ERROR: what went wrong and what the caller may do."""
     num_cached_tokens: int = 0
     """Prompt tokens that were found in the prefix cache."""
+    pooled: bytes = b""
+    """The output of a pooling model, little-endian float32."""
 
 
 class RankLoad(msgspec.Struct, frozen=True, array_like=True):

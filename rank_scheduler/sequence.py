@@ -1,31 +1,95 @@
-"""A rank's record of one request, and the legal moves of its state."""
+"""A rank's record of one request, the legal moves of its state, and what became of it so far."""
 
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass, field
 from enum import StrEnum
 
-from rank_scheduler.messages import SamplingParams
+from kv_transfer.connector import KvRequest
+from rank_scheduler.messages import Extend, FinishReason, Submit, TimelineEntry
+from rank_scheduler.ngram import NgramIndex
 from rank_scheduler.plan import Int32Array
+from rank_scheduler.prefix_hash import ExtraKeys
 from rank_scheduler.stop_strings import StopStringMatcher
+from rank_scheduler.structured_output import GrammarMatcher
 
 
 class SequenceState(StrEnum):
     WAITING = "waiting"
+    WAITING_FOR_GRAMMAR = "waiting_for_grammar"
+    WAITING_FOR_KV_LOAD = "waiting_for_kv_load"
+    WAITING_FOR_INPUT = "waiting_for_input"
+    """A streaming session between two turns; it keeps its slot and blocks as long as there is room."""
     RUNNING = "running"
     PREEMPTED = "preempted"
     FINISHED = "finished"
 
 
+_S = SequenceState
 _LEGAL_MOVES: dict[SequenceState, frozenset[SequenceState]] = {
-    SequenceState.WAITING: frozenset({SequenceState.RUNNING, SequenceState.FINISHED}),
-    SequenceState.RUNNING: frozenset({SequenceState.PREEMPTED, SequenceState.FINISHED}),
-    SequenceState.PREEMPTED: frozenset({SequenceState.RUNNING, SequenceState.FINISHED}),
-    SequenceState.FINISHED: frozenset(),
+    _S.WAITING_FOR_GRAMMAR: frozenset({_S.WAITING, _S.FINISHED}),
+    _S.WAITING: frozenset({_S.RUNNING, _S.WAITING_FOR_KV_LOAD, _S.FINISHED}),
+    _S.WAITING_FOR_KV_LOAD: frozenset({_S.WAITING, _S.FINISHED}),
+    _S.RUNNING: frozenset({_S.PREEMPTED, _S.WAITING_FOR_INPUT, _S.FINISHED}),
+    # Into WAITING_FOR_INPUT: its turn ended with a token that was still in flight.
+    _S.PREEMPTED: frozenset({_S.RUNNING, _S.WAITING_FOR_INPUT, _S.FINISHED}),
+    _S.WAITING_FOR_INPUT: frozenset({_S.RUNNING, _S.WAITING, _S.FINISHED}),
+    _S.FINISHED: frozenset(),
 }
+
+
+class RequestEvent(StrEnum):
+    QUEUED = "queued"
+    GRAMMAR_READY = "grammar_ready"
+    LOAD_STARTED = "load_started"
+    LOAD_FINISHED = "load_finished"
+    LOAD_FAILED = "load_failed"
+    SCHEDULED = "scheduled"
+    RESUMED = "resumed"
+    FIRST_TOKEN = "first_token"
+    PREEMPTED = "preempted"
+    TURN_ENDED = "turn_ended"
+    EXTENDED = "extended"
+    FINISHED = "finished"
+
+
+class WaitReason(StrEnum):
+    """Why a request is not running."""
+
+    SLOTS = "slots"
+    BLOCKS = "blocks"
+    BUDGET = "budget"
+    CADENCE = "cadence"
+    ENCODER = "encoder"
+    BEHIND = "behind"
+    """Others come first, and the step had no room left when they had been served."""
+    DRAINING = "draining"
+    """Preempted; tokens of steps in flight are still to come."""
+    GRAMMAR = "grammar"
+    LOAD_CAP = "load_cap"
+    LOADING = "loading"
+    CONNECTOR = "connector"
+    """The KV connector cannot say yet what it could load."""
+    INPUT = "input"
+    PAUSED = "paused"
+    NEW = "new"
+    """No step has been planned since it arrived."""
+
+
+@dataclass(frozen=True, slots=True)
+class Obstacle:
+    """What kept a request from running when it was last looked at."""
+
+    reason: WaitReason
+    figures: dict[str, int] = field(default_factory=dict)
+
 
 # Owner (a router's connection) and the number that the owner gave the request.
 SequenceKey = tuple[int, int]
+
+_NUM_FIRST_ENTRIES = 8
+_NUM_LAST_ENTRIES = 56
 
 
 class InvalidTransition(Exception):
@@ -43,16 +107,44 @@ class InvalidTransition(Exception):
 
 
 class Sequence:
-    """One request on this rank. While it runs, its tokens and counts live in the batch, at `slot`."""
+    """One request on this rank. While it has a slot, its tokens, counts and blocks live in the batch."""
 
     __slots__ = (
-        "_story",
+        "_first_entries",
+        "_last_entries",
         "arrival",
         "block_hashes",
+        "blocks",
+        "cross_blocks",
+        "encoder_inputs",
+        "extensions",
+        "extra_keys",
+        "finish_reason",
+        "grammar",
+        "has_grammar",
+        "is_preempted",
+        "is_session",
         "key",
+        "kv_request",
+        "max_tokens",
+        "ngram",
         "num_bypasses",
         "num_cached_tokens",
+        "num_computed",
+        "num_draining",
+        "num_external_tokens",
+        "num_generated",
+        "num_load_failures",
+        "num_preemptions",
         "num_prompt_tokens",
+        "num_released_items",
+        "obstacle",
+        "order",
+        "pass_number",
+        "priority",
+        "probe_memo",
+        "reads_prefix_cache",
+        "request_id",
         "sampling",
         "slot",
         "state",
@@ -63,30 +155,93 @@ class Sequence:
     def __init__(
         self,
         key: SequenceKey,
+        submit: Submit,
         token_ids: Int32Array,
-        sampling: SamplingParams,
         stop_strings: StopStringMatcher | None,
-        arrival: float,
+        extra_keys: ExtraKeys | None,
+        order: int,
+        now: float,
     ) -> None:
         self.key = key
-        self.token_ids = token_ids
-        """Known tokens when it last waited, shape [n]: the prompt, and after a preemption what was generated."""
-        self.num_prompt_tokens = len(token_ids)
-        self.sampling = sampling
+        self.request_id = submit.request_id
+        self.priority = submit.priority
+        self.order = order
+        """Number of arrival on this rank."""
+        self.arrival = now
+        self.sampling = submit.sampling
+        self.max_tokens = submit.sampling.max_tokens
+        """Of the present turn."""
+        self.reads_prefix_cache = submit.reads_prefix_cache
+        self.encoder_inputs = submit.encoder_inputs
+        self.is_session = submit.is_session
+        self.extensions: deque[Extend] = deque()
+        """Input that came while a turn was still going on."""
+        self.has_grammar = submit.grammar is not None
+        self.grammar: GrammarMatcher | None = None
         self.stop_strings = stop_strings
-        self.arrival = arrival
+        self.extra_keys = extra_keys
+        self.kv_request: KvRequest | None = None
+
+        self.token_ids = token_ids
+        """Known tokens while it has no slot, shape [n]: the prompt, and after a preemption what was generated."""
+        self.num_prompt_tokens = len(token_ids)
+        self.num_generated = 0
+        """Of the last turn; noted when it has ended."""
         self.block_hashes: list[bytes] = []
-        self.state = SequenceState.WAITING
+        self.blocks: Int32Array | None = None
+        """Held without a slot, for or after a KV load; shape [num_groups, columns]."""
+        self.cross_blocks: list[int] = []
+        self.num_computed = 0
+        """Tokens whose KV lies in `blocks`."""
+        self.num_external_tokens = 0
+        """Of the present load."""
+        self.num_load_failures = 0
+        self.num_released_items = 0
+        """Leading encoder inputs that no position to come needs."""
+        self.ngram: NgramIndex | None = None
+        self.num_draining = 0
+        """Tokens that steps in flight will still bring, after a preemption."""
+
+        self.state = _S.WAITING_FOR_GRAMMAR if self.has_grammar else _S.WAITING
         self.slot = -1
+        self.is_preempted = False
         self.num_bypasses = 0
         """How often a later request was admitted while this one, at the head, did not fit."""
         self.num_cached_tokens = 0
-        """Prompt tokens found in the prefix cache at first admission."""
-        self._story: deque[str] = deque([f"waiting at {arrival:.6f}"], maxlen=16)
+        """Prompt tokens found in the prefix cache or loaded, at first admission."""
+        self.num_preemptions = 0
+        self.finish_reason: FinishReason | None = None
+        self.obstacle = Obstacle(WaitReason.NEW)
+        self.pass_number = -1
+        """Of the waiting pass in which `obstacle` was found."""
+        self.probe_memo: tuple[int, int, Obstacle] | None = None
+        """(pool version, free blocks, obstacle) of the latest attempt that lacked blocks."""
+        self._first_entries: list[TimelineEntry] = []
+        self._last_entries: deque[TimelineEntry] = deque(maxlen=_NUM_LAST_ENTRIES)
+        self.note(RequestEvent.QUEUED, now)
 
-    def move(self, new: SequenceState, now: float) -> None:
+    def move(self, new: SequenceState) -> None:
         """Raises InvalidTransition, with the sequence's story, unless the table has the move."""
         if new not in _LEGAL_MOVES[self.state]:
-            raise InvalidTransition(self.key, self.state, new, tuple(self._story))
-        self._story.append(f"{new} at {now:.6f}")
+            story = tuple(f"{entry.event} at {entry.at:.6f} {entry.cause}".rstrip() for entry in self.timeline())
+            raise InvalidTransition(self.key, self.state, new, story)
         self.state = new
+
+    def note(self, event: RequestEvent, now: float, cause: str = "") -> None:
+        entry = TimelineEntry(now, event, cause)
+        if len(self._first_entries) < _NUM_FIRST_ENTRIES:
+            self._first_entries.append(entry)
+        else:
+            self._last_entries.append(entry)
+
+    def timeline(self) -> list[TimelineEntry]:
+        """Oldest first; of a long story the middle is missing."""
+        return self._first_entries + list(self._last_entries)
+
+    def strip(self) -> None:
+        """Let go of everything that only a living sequence needs."""
+        self.token_ids = self.token_ids[:0].copy()
+        self.block_hashes = []
+        self.grammar = self.stop_strings = self.ngram = self.kv_request = self.blocks = None
+        self.encoder_inputs = ()
+        self.extensions.clear()

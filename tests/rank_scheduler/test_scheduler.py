@@ -137,7 +137,7 @@ def test_the_victim_is_who_loses_least_computed_work():
         engine.step()
     assert set(engine.ends) == set()
     assert engine.scheduler.load().num_running == 1
-    survivor = {int(wire_id) for wire_id in engine.scheduler._batch.wire_id[engine.scheduler._batch.order]}
+    survivor = {int(wire_id) for wire_id in engine.scheduler._state.batch.wire_id[engine.scheduler._state.batch.order]}
     assert survivor == {2}
     engine.run()
     assert engine.tokens[1] == expected_tokens(prompt_of(4), 20)
@@ -374,7 +374,8 @@ def test_a_steady_decode_step_touches_no_sequence():
     engine.step()
     plan = engine.step()
     assert plan.num_tokens.tolist() == [1] * 8
-    assert (plan.new_sequences, plan.freed_slots, plan.appended_blocks, plan.block_copies) == ([], [], [], [])
+    assert (plan.new_sequences, plan.freed_slots, plan.block_copies) == ([], [], [])
+    assert not len(plan.appended_blocks)
     assert plan.slots.dtype == plan.num_tokens.dtype == np.int32
 
 

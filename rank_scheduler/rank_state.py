@@ -1,0 +1,360 @@
+"""What a rank's scheduler owns, and the moves that several of its passes make.
+
+Every sequence is in exactly one place, which follows from its state: in a slot of the batch (RUNNING, or
+WAITING_FOR_INPUT with its KV), in `waiting` or `load_candidates` or `loaded` (WAITING, PREEMPTED), or in `deferred`,
+where an event must come first (a grammar, a KV load, the next input, tokens still in flight).
+
+Blocks are held by a slot of the batch, by a sequence (`blocks`, `cross_blocks`), by `quarantine` (an ended request's
+load may still write), by `sending` (a connector's peer may still read) or by `deferred_frees` (a step in flight may
+still write, where a connector reads and writes blocks beside the steps).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kv_transfer.connector import KvRequest, RequestKey
+from rank_scheduler.batch import RunningBatch
+from rank_scheduler.config import SchedulerConfig
+from rank_scheduler.encoder_cache import EncoderCache
+from rank_scheduler.interface import PauseState, SchedulerSetup
+from rank_scheduler.kv_cache_manager import KvCacheManager
+from rank_scheduler.messages import End, FinishReason
+from rank_scheduler.performance import StepCost
+from rank_scheduler.plan import BoolArray, Extension, Int32Array, Int64Array
+from rank_scheduler.prefix_hash import extend_block_hashes
+from rank_scheduler.sequence import Obstacle, RequestEvent, Sequence, SequenceKey, SequenceState, WaitReason
+from rank_scheduler.stats import StepStats
+from rank_scheduler.waiting_queue import WaitingQueue
+
+NUM_REMEMBERED = 1_000
+"""Ended sequences that can still be explained."""
+
+
+@dataclass(slots=True)
+class Flight:
+    """A plan that is out: what its result must be matched with."""
+
+    step: int
+    slots: Int32Array
+    epochs: Int64Array
+    num_tokens: Int32Array
+    samples: BoolArray
+    num_drafts: Int32Array | None
+    planned_at: float
+    in_prompt: BoolArray
+    """Rows whose tokens all belong to a prompt."""
+    cost: StepCost | None = None
+    encoder_items: list[bytes] = field(default_factory=list)
+    cached: list[int] = field(default_factory=list)
+    """Blocks that became findable on the promise of this step."""
+
+
+@dataclass(slots=True)
+class HeldBlocks:
+    """Blocks without a sequence, until an event lets them go."""
+
+    table: Int32Array
+    cross_blocks: list[int]
+
+
+class RankState:
+    """Mutable state of one scheduler; touched by its one thread only."""
+
+    def __init__(self, config: SchedulerConfig, setup: SchedulerSetup) -> None:
+        self.config = config
+        self.setup = setup
+        self.kv = KvCacheManager(setup.num_blocks, setup.block_size, setup.kv_groups, emit_events=setup.emit_kv_events)
+        self.batch = RunningBatch(
+            config.max_num_seqs,
+            setup.max_model_len,
+            setup.block_size,
+            self.kv.num_groups,
+            config.num_speculative_tokens,
+        )
+        self.encoder = EncoderCache(config.encoder_cache_capacity) if config.is_multimodal_model else None
+        by_priority = config.policy == "priority"
+        self.waiting = WaitingQueue(by_priority=by_priority)
+        self.load_candidates = WaitingQueue(by_priority=by_priority)
+        self.loaded: deque[Sequence] = deque()
+        """Loads that are done, in order of completion; the sequences hold their blocks."""
+        self.deferred: dict[SequenceKey, Sequence] = {}
+        self.num_loading = 0
+        self.sequences: dict[SequenceKey, Sequence] = {}
+        self.flights: deque[Flight] = deque()
+        self.draining: dict[int, Sequence] = {}
+        """Epoch of a preempted stay → its sequence, while steps in flight will still bring it tokens."""
+        self.quarantine: dict[RequestKey, HeldBlocks] = {}
+        self.sending: dict[RequestKey, HeldBlocks] = {}
+        self.deferred_frees: deque[tuple[int, HeldBlocks]] = deque()
+        """(step after whose result they are free, blocks), oldest first."""
+        self.pause = PauseState.UNPAUSED
+        self.ends: list[tuple[int, End]] = []
+        self.turn_ends: list[tuple[int, End]] = []
+        self.freed_slots: list[int] = []
+        self.extensions: dict[int, Extension] = {}
+        """By slot: not in any plan yet."""
+        self.cached_in_step: set[int] = set()
+        self.stats = StepStats()
+        self.ended: OrderedDict[SequenceKey, Sequence] = OrderedDict()
+        self.num_arrivals = 0
+        self.num_steps = 0
+        self.num_preemptions = 0
+        self.num_generated_tokens = 0
+        self.num_prompt_tokens = 0
+        self.num_prefix_queries = 0
+        self.num_prefix_hits = 0
+        self.num_draft_tokens = 0
+        self.num_accepted_tokens = 0
+        self.estimated_flops = 0.0
+        self.estimated_bytes = 0.0
+        self.busy_s = 0.0
+        self.may_have_prefills = False
+        """Some running sequence may have prompt tokens left to compute."""
+        self.pass_number = 0
+        self.pass_obstacle = Obstacle(WaitReason.NEW)
+        """Why the latest waiting pass came to its end."""
+
+    # ---- figures ----
+
+    @property
+    def num_active(self) -> int:
+        return len(self.batch)
+
+    @property
+    def num_loads(self) -> int:
+        """KV loads in progress, and done but not yet running."""
+        return self.num_loading + len(self.loaded)
+
+    @property
+    def watermark_blocks(self) -> int:
+        """Blocks that must stay free when a request is admitted now."""
+        return int(self.config.watermark * self.setup.num_blocks) if len(self.batch) else 0
+
+    # ---- moves ----
+
+    def enqueue(self, sequence: Sequence) -> None:
+        """Put a WAITING or PREEMPTED sequence where it will be admitted from, or where it must wait for more."""
+        if sequence.num_draining:
+            self.deferred[sequence.key] = sequence
+        elif sequence.blocks is not None:
+            self.loaded.append(sequence)
+        elif sequence.kv_request is not None and self.may_load(sequence):
+            self.load_candidates.push(sequence)
+        else:
+            self.waiting.push(sequence)
+
+    def may_load(self, sequence: Sequence) -> bool:
+        """Whether the connector may still load for it asynchronously."""
+        connector = self.setup.connector
+        return (
+            connector is not None
+            and sequence.kv_request is not None
+            and not sequence.is_preempted
+            and sequence.num_load_failures <= self.config.max_kv_load_retries
+            and connector.may_load_async(sequence.kv_request)
+        )
+
+    def preempt(self, slot: int, now: float, cause: str) -> None:
+        """Take slot and blocks; the sequence is recomputed later, and loses no token that is on its way."""
+        batch = self.batch
+        epoch, num_placeholders = int(batch.epoch[slot]), int(batch.num_placeholders[slot])
+        is_idle = bool(batch.is_idle[slot])
+        sequence = self._leave_slot(slot)
+        sequence.num_preemptions += 1
+        self.num_preemptions += 1
+        self.stats.num_preemptions += 1
+        sequence.note(RequestEvent.PREEMPTED, now, cause)
+        if is_idle:
+            self.deferred[sequence.key] = sequence
+            return
+        sequence.is_preempted = True
+        sequence.move(SequenceState.PREEMPTED)
+        if num_placeholders:
+            sequence.num_draining = num_placeholders
+            self.draining[epoch] = sequence
+        self.enqueue(sequence)
+
+    def finish(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        now: float,
+        *,
+        stop_reason: str | int | None = None,
+        message: str = "",
+        pooled: bytes = b"",
+    ) -> None:
+        """The one way out: whatever the sequence holds is given back, and its owner will hear of it."""
+        if sequence.slot >= 0:
+            self._leave_slot(sequence.slot, is_over=True)
+        elif sequence.key in self.deferred:
+            del self.deferred[sequence.key]
+            self.forget_draining(sequence)
+            if sequence.state is SequenceState.WAITING_FOR_KV_LOAD:
+                self.num_loading -= 1
+                assert sequence.blocks is not None
+                self.quarantine[sequence.key] = HeldBlocks(sequence.blocks, sequence.cross_blocks)
+        elif sequence.blocks is not None:
+            self.loaded.remove(sequence)
+            self._let_go(sequence, sequence.blocks, is_over=True)
+        elif self.waiting.position(sequence) >= 0:
+            self.waiting.remove(sequence)
+        else:
+            self.load_candidates.remove(sequence)
+        sequence.move(SequenceState.FINISHED)
+        sequence.num_generated = len(sequence.token_ids) - sequence.num_prompt_tokens
+        sequence.finish_reason = reason
+        sequence.note(RequestEvent.FINISHED, now, f"{reason}: {message}" if message else str(reason))
+        del self.sequences[sequence.key]
+        self.ends.append(
+            (
+                sequence.key[0],
+                End(sequence.key[1], reason, stop_reason, message, sequence.num_cached_tokens, pooled),
+            )
+        )
+        sequence.strip()
+        if sequence.request_id:
+            # The number of arrival is unique, a key is not: owners may use a number again once it has ended.
+            self.ended[(sequence.key[0], sequence.order)] = sequence
+            if len(self.ended) > NUM_REMEMBERED:
+                self.ended.popitem(last=False)
+
+    def fail(self, sequence: Sequence, message: str, now: float) -> None:
+        self.finish(sequence, FinishReason.ERROR, now, message=message)
+
+    def release_passed_fences(self) -> None:
+        """Free what no step in flight can write any more."""
+        while self.deferred_frees and (not self.flights or self.deferred_frees[0][0] < self.flights[0].step):
+            self._free(self.deferred_frees.popleft()[1])
+
+    def release_quarantined(self, key: RequestKey) -> bool:
+        """The load of an ended request is over; False if there was none."""
+        held = self.quarantine.pop(key, None)
+        if held is not None:
+            self._free(held)
+        return held is not None
+
+    def release_sent(self, key: RequestKey) -> bool:
+        held = self.sending.pop(key, None)
+        if held is not None:
+            self._free(held)
+        return held is not None
+
+    def drop_blocks(self, sequence: Sequence) -> None:
+        """A waiting sequence starts over without the blocks that it holds."""
+        assert sequence.blocks is not None
+        self._free(HeldBlocks(sequence.blocks, sequence.cross_blocks))
+        sequence.blocks, sequence.cross_blocks, sequence.num_computed = None, [], 0
+
+    def cache_full_columns(self, slot: int, num_computed: int) -> None:
+        """Make the slot's full columns among its first `num_computed` known tokens findable."""
+        sequence, block_size = self.batch.at(slot), self.setup.block_size
+        num_full = num_computed // block_size
+        if not num_full:
+            return
+        token_ids = self.batch.token_ids[slot, : num_full * block_size]
+        extend_block_hashes(sequence.block_hashes, token_ids, block_size, sequence.extra_keys)
+        first = int(self.batch.num_cached_columns[slot])
+        self.cached_in_step.update(
+            self.kv.cache(self.batch.table(slot), sequence.block_hashes, first, num_full, token_ids)
+        )
+        self.batch.num_cached_columns[slot] = num_full
+
+    def remember_obstacle(self, sequence: Sequence, obstacle: Obstacle) -> None:
+        sequence.obstacle = obstacle
+        sequence.pass_number = self.pass_number
+
+    def held_blocks(self) -> Iterator[int]:
+        """Every reference to a block, for the integrity check."""
+        for slot in self.batch.order.tolist():
+            yield from self.batch.table(slot).ravel().tolist()
+            yield from self.batch.at(slot).cross_blocks
+        for sequence in self.sequences.values():
+            if sequence.blocks is not None:
+                yield from sequence.blocks.ravel().tolist()
+                yield from sequence.cross_blocks
+        fenced = [held for _, held in self.deferred_frees]
+        for held in [*self.quarantine.values(), *self.sending.values(), *fenced]:
+            yield from held.table.ravel().tolist()
+            yield from held.cross_blocks
+
+    def check_integrity(self) -> None:
+        """Assert that no sequence, slot, block or count is lost or held twice."""
+        self.batch.check_integrity()
+        self.kv.pool.check_integrity(self.held_blocks())
+        places = [
+            *(self.batch.at(slot).key for slot in self.batch.order.tolist()),
+            *(sequence.key for sequence in self.waiting),
+            *(sequence.key for sequence in self.load_candidates),
+            *(sequence.key for sequence in self.loaded),
+            *self.deferred,
+        ]
+        assert len(places) == len(set(places)), "a sequence is in two places"
+        assert set(places) == set(self.sequences), "a sequence is in no place"
+        for queue in (self.waiting, self.load_candidates):
+            assert queue.num_tokens == sum(len(sequence.token_ids) for sequence in queue), "waiting tokens miscounted"
+        loading = [s for s in self.deferred.values() if s.state is SequenceState.WAITING_FOR_KV_LOAD]
+        assert self.num_loading == len(loading), "loads miscounted"
+        assert all(sequence.num_draining >= 0 for sequence in self.sequences.values()), "drained too much"
+        in_flight = np.zeros(len(self.batch.sequences), np.int64)
+        for flight in self.flights:
+            live = self.batch.epoch[flight.slots] == flight.epochs
+            in_flight[flight.slots[live]] += flight.num_tokens[live]
+        assert (in_flight == self.batch.num_in_flight * (self.batch.epoch >= 0)).all(), "tokens in flight miscounted"
+        batch = self.batch
+        for slot in batch.order.tolist():
+            computed, known = int(batch.num_computed[slot]), int(batch.num_tokens[slot])
+            assert computed <= known + int(batch.num_placeholders[slot]), f"slot {slot}: more computed than known"
+            assert batch.num_columns[slot] * self.setup.block_size >= computed, f"slot {slot} lacks blocks"
+            assert known <= self.setup.max_model_len, f"slot {slot}: too long"
+        if self.encoder is not None:
+            self.encoder.check_integrity()
+
+    # ---- inside ----
+
+    def _leave_slot(self, slot: int, *, is_over: bool = False) -> Sequence:
+        table = self.batch.table(slot).copy()
+        self.extensions.pop(slot, None)
+        sequence = self.batch.remove(slot)
+        self.freed_slots.append(slot)
+        if self.encoder is not None:
+            self.encoder.release_all(sequence.key)
+        sequence.num_released_items = 0
+        self._let_go(sequence, table, is_over=is_over)
+        return sequence
+
+    def _let_go(self, sequence: Sequence, table: Int32Array, *, is_over: bool) -> None:
+        """Give up a sequence's blocks: now, after the steps in flight, or when the connector's peers have read them."""
+        held = HeldBlocks(table, sequence.cross_blocks)
+        sequence.blocks, sequence.cross_blocks, sequence.num_computed = None, [], 0
+        connector = self.setup.connector
+        if connector is None:
+            self._free(held)
+            return
+        if is_over and sequence.kv_request is not None:
+            request = KvRequest(
+                sequence.key, sequence.token_ids, tuple(sequence.block_hashes), sequence.kv_request.params
+            )
+            if connector.request_finished(request, table):
+                self.sending[sequence.key] = held
+                return
+        if self.flights:
+            self.deferred_frees.append((self.flights[-1].step, held))
+        else:
+            self._free(held)
+
+    def _free(self, held: HeldBlocks) -> None:
+        self.kv.release(held.table)
+        if held.cross_blocks:
+            self.kv.pool.release(held.cross_blocks)
+
+    def forget_draining(self, sequence: Sequence) -> None:
+        """Whatever steps in flight still bring is not for it any more."""
+        if sequence.num_draining:
+            sequence.num_draining = 0
+            self.draining = {epoch: other for epoch, other in self.draining.items() if other is not sequence}

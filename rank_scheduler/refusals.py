@@ -1,0 +1,111 @@
+"""Requests that can never run: the reason, in words that tell what to change."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rank_scheduler.config import SchedulerConfig
+from rank_scheduler.interface import SchedulerSetup
+from rank_scheduler.messages import Submit
+
+
+def why_impossible(submit: Submit, config: SchedulerConfig, setup: SchedulerSetup) -> str | None:
+    """Why this rank can never run the request; None if it can."""
+    return (
+        _tokens(submit.token_ids, config, setup)
+        or _sampling(submit, config)
+        or _encoder_inputs(submit, config, setup)
+        or _blocks(submit, setup)
+    )
+
+
+def why_too_long(num_tokens: int, config: SchedulerConfig, setup: SchedulerSetup) -> str | None:
+    """Why a prompt (or a session's context with its next input) of so many tokens cannot be continued."""
+    needed = num_tokens + (0 if config.runner_type == "pooling" else 1)
+    if needed <= setup.max_model_len:
+        return None
+    what = "exceeds" if config.runner_type == "pooling" else "with one generated token exceeds"
+    return f"the prompt has {num_tokens} tokens, which {what} max_model_len ({setup.max_model_len}); shorten it"
+
+
+def why_no_tokens(token_ids: bytes, setup: SchedulerSetup) -> str | None:
+    """Why these bytes are no prompt."""
+    if len(token_ids) % 4:
+        return f"token_ids has {len(token_ids)} bytes: not a whole number of int32"
+    if not token_ids:
+        return "the prompt is empty: send at least one token"
+    tokens = np.frombuffer(token_ids, "<i4")
+    if tokens.min() < 0 or tokens.max() >= setup.vocab_size:
+        return f"the prompt has token ids outside [0, {setup.vocab_size}): check the tokenizer"
+    return None
+
+
+def _tokens(token_ids: bytes, config: SchedulerConfig, setup: SchedulerSetup) -> str | None:
+    return why_no_tokens(token_ids, setup) or why_too_long(len(token_ids) // 4, config, setup)
+
+
+def _sampling(submit: Submit, config: SchedulerConfig) -> str | None:
+    sampling, repetition = submit.sampling, submit.sampling.repetition
+    if sampling.max_tokens < 1:
+        return f"max_tokens is {sampling.max_tokens}: ask for at least one"
+    if sampling.min_tokens > sampling.max_tokens:
+        return f"min_tokens ({sampling.min_tokens}) is more than max_tokens ({sampling.max_tokens}): lower min_tokens"
+    if repetition is not None and repetition.min_pattern_size > repetition.max_pattern_size:
+        return (
+            f"repetition.min_pattern_size ({repetition.min_pattern_size}) is more than max_pattern_size "
+            f"({repetition.max_pattern_size}): lower it"
+        )
+    if config.runner_type == "pooling" and (submit.grammar is not None or submit.is_session):
+        return "a pooling model generates nothing: leave grammar and is_session out"
+    if submit.is_session and submit.grammar is not None:
+        return "a streaming session cannot have a grammar: leave one of them out"
+    return None
+
+
+def _encoder_inputs(submit: Submit, config: SchedulerConfig, setup: SchedulerSetup) -> str | None:
+    items = submit.encoder_inputs
+    if setup.is_encoder_decoder:
+        if len(items) != 1 or items[0].offset != 0:
+            return f"encoder_inputs has {len(items)} items: an encoder-decoder model needs exactly one, at offset 0"
+    elif items and not config.is_multimodal_model:
+        return "encoder_inputs: this model has no encoder (scheduler.is_multimodal_model is off); send text only"
+    end = 0
+    num_prompt_tokens = len(submit.token_ids) // 4
+    for index, item in enumerate(items):
+        if item.length > min(config.encoder_budget, config.encoder_cache_capacity):
+            return (
+                f"encoder_inputs[{index}] has {item.length} embeddings, more than max_num_encoder_input_tokens "
+                f"({config.encoder_budget}) or encoder_cache_size ({config.encoder_cache_capacity}): send a smaller one"
+            )
+        if setup.is_encoder_decoder:
+            continue
+        if item.offset < end or item.offset + item.length > num_prompt_tokens:
+            return (
+                f"encoder_inputs[{index}] stands at [{item.offset}, {item.offset + item.length}), outside of the "
+                f"prompt's {num_prompt_tokens} tokens or over the item before it"
+            )
+        longest = config.num_scheduled_tokens_limit
+        if config.long_prefill_token_threshold and config.enable_chunked_prefill:
+            longest = min(longest, config.long_prefill_token_threshold)
+        if config.disable_chunked_mm_input and item.length > longest:
+            return (
+                f"encoder_inputs[{index}] has {item.length} positions, and with disable_chunked_mm_input a step can "
+                f"hold {longest} of one prompt: send a smaller item"
+            )
+        end = item.offset + item.length
+    return None
+
+
+def _blocks(submit: Submit, setup: SchedulerSetup) -> str | None:
+    """Only an encoder's blocks can make a request impossible: the pool holds the longest sequence without them."""
+    if not setup.is_encoder_decoder:
+        return None
+    num_positions = min(len(submit.token_ids) // 4 + submit.sampling.max_tokens, setup.max_model_len)
+    num_needed = -(-num_positions // setup.block_size) * len(setup.kv_groups)
+    num_needed += sum(-(-item.length // setup.block_size) for item in submit.encoder_inputs)
+    if num_needed > setup.num_blocks - 1:
+        return (
+            f"the request needs {num_needed} KV blocks (its prompt, max_tokens and the encoder's input), and the pool "
+            f"has {setup.num_blocks - 1}: shorten it or lower max_tokens"
+        )
+    return None

@@ -1,0 +1,229 @@
+"""The first part of a step: what running sequences compute, and the blocks that they grow into."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rank_scheduler.encoder_cache import EncoderCache, fit_chunk
+from rank_scheduler.messages import EncoderInput
+from rank_scheduler.plan import BoolArray, EncoderRun, Int32Array, Int64Array
+from rank_scheduler.rank_state import RankState
+from rank_scheduler.sequence import Sequence
+
+
+@dataclass(slots=True)
+class StepDraft:
+    """A plan in the making, and what is left to give."""
+
+    budget: int
+    prefill_cap: int
+    """Most tokens of one sequence; 0: no cap."""
+    defer_prefills: bool
+    encoder_budget: int
+    yields_to: int | None = None
+    """A waiting sequence of this priority goes before prompt chunks of running ones with a larger value."""
+    running: tuple[Int32Array, Int64Array] | None = None
+    """Slots and epochs of what ran when the step began."""
+    slots: list[Int32Array] = field(default_factory=list)
+    counts: list[Int32Array] = field(default_factory=list)
+    appended_slots: list[Int32Array] = field(default_factory=list)
+    appended_columns: list[Int32Array] = field(default_factory=list)
+    encoder_runs: list[EncoderRun] = field(default_factory=list)
+    has_prefill: bool = False
+    num_preempted: int = 0
+
+    def acquire(self, cache: EncoderCache, sequence: Sequence, slot: int, items: tuple[EncoderInput, ...]) -> None:
+        """Let the sequence hold these encoder items, and have those run that are new."""
+        for item in items:
+            # An encoder-decoder model's item also fills this stay's cross-attention blocks.
+            if cache.acquire(sequence.key, item) or sequence.cross_blocks:
+                self.encoder_runs.append(EncoderRun(slot, item))
+
+
+class RunningPass:
+    """Works on a rank's state; keeps nothing of its own."""
+
+    def __init__(self, state: RankState) -> None:
+        self._state = state
+        self._block_size = state.setup.block_size
+        self._is_async = state.setup.async_scheduling
+        self._max_drafts = state.config.num_speculative_tokens
+        self._by_priority = state.config.policy == "priority"
+
+    def run(self, draft: StepDraft, now: float, *, yielding: bool = False) -> None:
+        """Give tokens to running sequences, in order of admission, as far as the budget goes.
+
+        With `yielding`, a second run in the same step: only to those that the first passed over for `yields_to`.
+        """
+        batch = self._state.batch
+        if yielding and draft.running is not None:
+            slots, epochs = draft.running
+            slots = slots[batch.epoch[slots] == epochs]
+        else:
+            slots = batch.order.copy()
+            if draft.yields_to is not None:
+                draft.running = (slots, batch.epoch[slots])
+        if not len(slots) or draft.budget <= 0:
+            return
+        counts = self._share(slots, draft, yielding)
+        if batch.num_with_encoder_inputs:
+            self._fit_encoder_inputs(slots, counts, draft)
+        self._grow(slots, counts, draft, now)
+        scheduled = counts > 0
+        if not scheduled.all():
+            slots, counts = slots[scheduled], counts[scheduled]
+        if len(slots):
+            draft.slots.append(slots)
+            draft.counts.append(counts)
+            draft.budget -= int(counts.sum())
+
+    def _share(self, slots: Int32Array, draft: StepDraft, yielding: bool) -> Int32Array:
+        """Tokens per slot within the budget; 0 for those that have nothing to compute, or must wait."""
+        batch = self._state.batch
+        known = batch.num_tokens[slots]
+        if self._is_async:
+            known += batch.num_placeholders[slots]
+        wanted = known - batch.num_computed[slots]
+        is_prefill = None
+        if draft.defer_prefills or draft.yields_to is not None:
+            is_prefill = wanted > 1
+        held = self._held(slots, known, is_prefill, draft, yielding)
+        if self._max_drafts:
+            # Drafts beyond the sequence's last token would be thrown away.
+            room = batch.max_total[slots] - known - 1
+            wanted += np.where(wanted == 1, np.minimum(batch.num_drafts[slots], room), 0)
+        if held is not None:
+            wanted[held] = 0
+        if draft.prefill_cap:
+            np.minimum(wanted, draft.prefill_cap, out=wanted)
+        if int(wanted.sum()) <= draft.budget:
+            return wanted
+        before = np.cumsum(wanted) - wanted
+        shares: Int32Array = np.clip(draft.budget - before, 0, wanted).astype(np.int32)
+        return shares
+
+    def _held(
+        self, slots: Int32Array, known: Int32Array, is_prefill: BoolArray | None, draft: StepDraft, yielding: bool
+    ) -> BoolArray | None:
+        """Which slots get nothing; None: all may."""
+        batch = self._state.batch
+        held: BoolArray | None = None
+        if self._is_async:
+            # What is in flight already brings the last token.
+            held = known >= batch.max_total[slots]
+            if batch.num_with_grammar:
+                # The next mask depends on the token in flight.
+                held |= batch.has_grammar[slots] & (batch.num_placeholders[slots] > 0)
+        if batch.num_idle:
+            held = _either(held, batch.is_idle[slots])
+        if is_prefill is not None and draft.defer_prefills:
+            held = _either(held, is_prefill)
+        if is_prefill is not None and draft.yields_to is not None:
+            yields: BoolArray = is_prefill & (batch.priority[slots] > draft.yields_to)
+            held = _either(held, ~yields if yielding else yields)
+        return held
+
+    def _fit_encoder_inputs(self, slots: Int32Array, counts: Int32Array, draft: StepDraft) -> None:
+        """Shorten chunks whose encoder items do not fit into this step; plan those that do."""
+        state, batch = self._state, self._state.batch
+        assert state.encoder is not None
+        for index in np.flatnonzero((counts > 0) & batch.has_encoder_inputs[slots]).tolist():
+            slot = int(slots[index])
+            sequence = batch.at(slot)
+            fit = fit_chunk(
+                sequence.encoder_inputs,
+                int(batch.num_computed[slot]),
+                int(counts[index]),
+                cache=state.encoder,
+                budget=draft.encoder_budget,
+                disable_chunked_mm_input=state.config.disable_chunked_mm_input,
+                is_encoder_decoder=state.setup.is_encoder_decoder,
+            )
+            counts[index] = fit.num_new
+            if fit.num_new:
+                draft.encoder_budget = fit.budget_left
+                draft.acquire(state.encoder, sequence, slot, fit.items)
+
+    def _grow(self, slots: Int32Array, counts: Int32Array, draft: StepDraft, now: float) -> None:
+        """Give blocks to each sequence that outgrows its own, preempting if none are free.
+
+        Sets the count to 0 of every sequence that was preempted, or cannot grow now.
+        """
+        state, batch = self._state, self._state.batch
+        ends = batch.num_computed[slots] + counts
+        lacking = np.flatnonzero((ends > batch.num_columns[slots] * self._block_size) & (counts > 0))
+        if not len(lacking):
+            return
+        growing = slots[lacking]
+        num_new = -(-ends[lacking] // self._block_size) - batch.num_columns[growing]
+        if int(num_new.sum()) * state.kv.num_groups <= state.kv.pool.num_free_blocks:
+            self._append(np.repeat(growing, num_new), draft)
+            return
+        for index, count in zip(lacking.tolist(), num_new.tolist(), strict=True):
+            if self._make_room(index, count * state.kv.num_groups, slots, counts, draft, now):
+                self._append(np.full(count, slots[index], np.int32), draft)
+
+    def _append(self, slots: Int32Array, draft: StepDraft) -> None:
+        columns = self._state.kv.take_columns(len(slots))
+        self._state.batch.append_columns(slots, columns)
+        draft.appended_slots.append(slots)
+        draft.appended_columns.append(columns)
+
+    def _make_room(
+        self, index: int, num_needed: int, slots: Int32Array, counts: Int32Array, draft: StepDraft, now: float
+    ) -> bool:
+        """Preempt until `num_needed` blocks are free for the sequence at `index`; False if it cannot grow."""
+        state = self._state
+        while counts[index] and state.kv.pool.num_free_blocks < num_needed:
+            victim = self._pick_victim(int(slots[index]))
+            if victim is None:
+                counts[index] = 0
+                break
+            position = int(np.flatnonzero(slots == victim)[0])
+            counts[position] = 0
+            self._withdraw(victim, draft)
+            state.preempt(victim, now, f"{num_needed} blocks needed, {state.kv.pool.num_free_blocks} free")
+            draft.num_preempted += 1
+        return bool(counts[index])
+
+    def _withdraw(self, slot: int, draft: StepDraft) -> None:
+        """Take the slot's new columns out of the plan. Its encoder items stay in: others may rely on them."""
+        for at, appended in enumerate(draft.appended_slots):
+            kept = appended != slot
+            if not kept.all():
+                draft.appended_slots[at] = appended[kept]
+                draft.appended_columns[at] = draft.appended_columns[at][kept]
+
+    def _pick_victim(self, requester: int) -> int | None:
+        """Who gives up its blocks for `requester`, perhaps that one itself; None: nobody's would be usable now.
+
+        The lowest priority first, then (`preemption_policy`) who loses least computed work or was admitted last.
+        A session between two turns goes only if nobody else can.
+        """
+        state, batch = self._state, self._state.batch
+        if state.setup.connector is not None and state.flights:
+            return None
+        last = state.config.preemption_policy == "last"
+        candidates = [
+            slot
+            for slot in reversed(batch.order.tolist())
+            if state.kv.num_freed_by(batch.table(slot))
+            and (not self._by_priority or batch.priority[slot] >= batch.priority[requester])
+        ]
+        if not candidates:
+            return None
+        victim: int = min(
+            candidates,
+            key=lambda slot: (
+                bool(batch.is_idle[slot]),
+                -int(batch.priority[slot]) if self._by_priority else 0,
+                0 if last else int(batch.num_computed[slot]),
+            ),
+        )
+        return victim
+
+
+def _either(held: BoolArray | None, more: BoolArray) -> BoolArray:
+    return more if held is None else held | more
