@@ -71,6 +71,8 @@ def parser_limits() -> LLParserLimits:
 def shown_reason(message: str) -> str:
     """What llguidance says, in a length that fits an answer."""
     reason = message.split("\n<state>")[0].strip().rstrip(".")
+    if reason.startswith("NoExtension"):
+        return "no output matches it"
     return reason if len(reason) <= _MAX_REASON_CHARACTERS else f"{reason[:_MAX_REASON_CHARACTERS]}…"
 
 
