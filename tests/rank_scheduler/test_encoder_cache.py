@@ -198,8 +198,8 @@ def test_items_outside_the_chunk_cost_nothing():
 
 def test_each_content_is_computed_once():
     items = [item(b"cat", 0), item(b"dog", 4), item(b"cat", 8)]
-    assert fit(items).items_to_run == (items[0], items[1])
-    assert fit(items).budget_left == 93
+    fitted = fit(items, cache=EncoderCache(7), budget=7)
+    assert fitted == ChunkFit(100, 0, (items[0], items[1]), (items[0], items[1]))
 
 
 def test_cached_items_cost_no_budget_and_are_acquired_first():

@@ -37,10 +37,13 @@ def repetitions():
     pattern=st.lists(st.integers(0, 2), max_size=9),
     count=st.integers(0, 6),
     after=st.lists(st.integers(0, 2), max_size=2),
+    spoiled=st.none() | st.integers(0, 60),
     repetition=repetitions(),
 )
-def test_agrees_with_a_comparison_of_all_stretches(before, pattern, count, after, repetition):
+def test_agrees_with_a_comparison_of_all_stretches(before, pattern, count, after, spoiled, repetition):
     tokens = before + pattern * count + after
+    if spoiled is not None and spoiled < len(tokens):
+        tokens[spoiled] = 9
     assert is_repeating(np.array(tokens, np.int32), repetition) == searched(tokens, repetition)
 
 
@@ -50,6 +53,8 @@ def test_agrees_with_a_comparison_of_all_stretches(before, pattern, count, after
         ([7, 1, 2, 3, 1, 2, 3, 1, 2, 3], True),
         ([7, 1, 2, 3, 1, 2, 3], False),
         ([1, 2, 3, 1, 2, 3, 1, 2, 3, 4], False),
+        ([1, 9, 3, 1, 2, 3, 1, 2, 3], False),
+        ([1, 2, 3, 1, 9, 3, 1, 2, 3], False),
         ([3, 3, 3], False),
         ([], False),
     ],
