@@ -39,9 +39,17 @@ RETRY_INTERVAL_S = 0.01
 
 
 class GrammarCompiler(Protocol):
-    """Compiles off the step loop; answers with `GrammarCompiled`, once per action, from any thread."""
+    """Compiles off the step loop. None of its methods blocks."""
 
-    def submit(self, action: CompileGrammar) -> None: ...
+    def compile(self, action: CompileGrammar) -> None:
+        """Answered by `GrammarCompiled`, once, from any thread."""
+        ...
+
+    def cancel(self, owner: int, request_id: int) -> None:
+        """Nobody waits for the answer any more; ignored if there is nothing to cancel."""
+        ...
+
+    def cancel_owner(self, owner: int) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,7 +300,7 @@ class RankLoop:
     def _compile_grammars(self) -> None:
         for action in self._scheduler.take_compile_actions():
             if self._grammar_compiler is not None:
-                self._grammar_compiler.submit(action)
+                self._grammar_compiler.compile(action)
             else:
                 error = "this rank has no structured output; send the request without a grammar"
                 self._scheduler.grammar_compiled(action.owner, action.id, None, error, time.monotonic())
@@ -308,8 +316,12 @@ class RankLoop:
                 scheduler.extend(owner, extend, now)
             case Aborted(owner, request_id):
                 scheduler.abort(owner, request_id, now)
+                if self._grammar_compiler is not None:
+                    self._grammar_compiler.cancel(owner, request_id)
             case OwnerLost(owner):
                 scheduler.drop_owner(owner, now)
+                if self._grammar_compiler is not None:
+                    self._grammar_compiler.cancel_owner(owner)
             case Asked(owner, explain):
                 self._tell({owner: Explained(explain.query, now, scheduler.explain(explain.request_id))})
             case GrammarCompiled(owner, request_id, matcher, error):

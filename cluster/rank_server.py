@@ -2,7 +2,7 @@
 
 Two threads: `rank-io` runs an asyncio loop with all sockets, `rank-steps` (`RankLoop`) decides and computes (with
 async scheduling a third, `rank-executor`, computes). What routers say goes from the first to the second through the
-loop's inbox, messages to them come back encoded, one wake-up per step.
+loop's inbox, messages to them come back encoded, one wake-up per step. Grammars are compiled on threads of their own.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ from typing import Any
 import msgspec
 from tokenizers import Tokenizer
 
+from cluster.grammar_matcher import Vocabulary
 from cluster.rank_loop import (
     Aborted,
     Asked,
     Extended,
+    GrammarCompiled,
     IntegrityCheck,
     OwnerLost,
     PauseRequested,
@@ -33,12 +35,14 @@ from cluster.rank_loop import (
     StatsDue,
     Submitted,
 )
+from cluster.structured_output import GrammarCompiler
 from kv_transfer.connection import Connection, Listener, connect
 from kv_transfer.wire import WireError
 from model_runner.runner import Capacity, ModelRunner
 from rank_scheduler.config import CacheConfig, SchedulerConfig
 from rank_scheduler.interface import PauseState, SchedulerSetup
 from rank_scheduler.messages import Abort, Explain, Extend, RankToRouter, RouterToRank, StepFrame, Submit
+from rank_scheduler.structured_output import GrammarMatcher
 from router.control_link import ControlAddress
 from router.control_messages import ControlToRank, RankRecord, Register, Registered
 from router.detokenizer import IncrementalDetokenizer
@@ -88,11 +92,13 @@ class RankServer:
             is_encoder_decoder=capacity.is_encoder_decoder,
             # Every runner takes plans ahead of results: it appends sampled tokens to its batch itself.
             async_scheduling=config.resolve_async_scheduling(supported=True, device=capacity.device),
+            performance=capacity.performance,
             make_text_decoder=lambda: IncrementalDetokenizer(tokenizer),
         )
         scheduler = config.get_scheduler_cls()(config, setup)
+        self._grammar_compiler = self._make_grammar_compiler(tokenizer_path, capacity)
         self._runner = runner
-        self._loop = RankLoop(scheduler, runner, self._send, self._crashed)
+        self._loop = RankLoop(scheduler, runner, self._send, self._crashed, grammar_compiler=self._grammar_compiler)
         self._listener = Listener(secret, self._accept)
         self._secret = secret
         self._control_address = control_address
@@ -121,6 +127,15 @@ class RankServer:
         self._decoder = msgspec.msgpack.Decoder(RouterToRank)
         self._num_malformed = 0
 
+    def _make_grammar_compiler(self, tokenizer_path: Path, capacity: Capacity) -> GrammarCompiler | None:
+        """None where the tokenizer is of no use for it: then only requests with a grammar are refused."""
+        try:
+            vocabulary = Vocabulary(tokenizer_path, capacity.vocab_size, capacity.eos_token_ids)
+        except ValueError as error:
+            logger.warning("requests with a grammar will be refused: %s", error)
+            return None
+        return GrammarCompiler(vocabulary, self._compiled)
+
     # ---- any thread ----
 
     def start(self) -> str:
@@ -142,7 +157,7 @@ class RankServer:
             raise
 
     def stop(self, timeout_s: float = 5.0) -> None:
-        """Close connections (routers treat what still runs as lost with the rank), end both threads, free the model.
+        """Close connections (routers treat what still runs as lost with the rank), end all threads, free the model.
 
         Idempotent.
         """
@@ -152,6 +167,8 @@ class RankServer:
             self._runner.close()
         else:
             logger.warning("the step loop has not ended within %.1f s", timeout_s)
+        if self._grammar_compiler is not None:
+            self._grammar_compiler.close()
 
     def check_health(self) -> None:
         """Raises RuntimeError, with the reason, if this rank makes no progress. Never waits for the step loop."""
@@ -189,6 +206,11 @@ class RankServer:
             "load": msgspec.structs.asdict(self._loop.load),
             "latest_interval": dataclasses.asdict(self._loop.stats),
         }
+
+    # ---- the compiler's threads ----
+
+    def _compiled(self, owner: int, request_id: int, matcher: GrammarMatcher | None, error: str) -> None:
+        self._loop.post(GrammarCompiled(owner, request_id, matcher, error))
 
     # ---- the loop's thread ----
 

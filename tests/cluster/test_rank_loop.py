@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import random
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -218,6 +219,23 @@ class ConnectorWorker:
         self.started.append((metadata, self.runner.entered.qsize()))
 
 
+class Compiler:
+    """Writes down what it is told; the test answers."""
+
+    def __init__(self) -> None:
+        self.actions: queue.SimpleQueue[CompileGrammar] = queue.SimpleQueue()
+        self.cancelled: list[tuple[int, int | None]] = []
+
+    def compile(self, action: CompileGrammar) -> None:
+        self.actions.put(action)
+
+    def cancel(self, owner: int, request_id: int) -> None:
+        self.cancelled.append((owner, request_id))
+
+    def cancel_owner(self, owner: int) -> None:
+        self.cancelled.append((owner, None))
+
+
 class Harness:
     def __init__(self, *, is_async: bool, compiles: bool = True) -> None:
         setup = SchedulerSetup(
@@ -233,23 +251,19 @@ class Harness:
         self.worker = ConnectorWorker(self.runner)
         self.messages: queue.SimpleQueue[Mapping[int, RankToRouter]] = queue.SimpleQueue()
         self.crashes: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self.compiling: queue.SimpleQueue[CompileGrammar] = queue.SimpleQueue()
+        self.compiler = Compiler()
         self.loop = RankLoop(
             self._conforming(),
             self.runner,
             self.messages.put,
             self.crashes.put,
-            grammar_compiler=self if compiles else None,
+            grammar_compiler=self.compiler if compiles else None,
             connector_worker=self.worker,
         )
         self.loop.start()
 
     def _conforming(self) -> SchedulerInterface:
         return self.scheduler
-
-    def submit(self, action: CompileGrammar) -> None:
-        """As the grammar compiler."""
-        self.compiling.put(action)
 
     def run_steps(self, num_steps: int) -> None:
         sampling = SamplingParams(seed=0, max_tokens=num_steps)
@@ -284,6 +298,11 @@ class Harness:
         answer = self.message()
         assert isinstance(answer, Explained)
         assert answer.explanations[0].state == f"{num_steps} in flight"
+
+    def on_step_ended(self, callback: Callable[[StepEnded], None]) -> None:
+        """Called on the executor's thread instead of `RankLoop.post`."""
+        assert self.loop._executor_thread is not None
+        self.loop._executor_thread._on_ended = callback
 
     def calls(self) -> list[str]:
         """Without the harness's own."""
@@ -425,6 +444,22 @@ def test_who_does_not_know_yet_is_asked_again_without_an_event(
     assert harness.calls()[1:5] == ["asks again"] * 3 + ["plan 1"]
 
 
+def test_work_that_cannot_be_planned_does_not_keep_the_loop_busy(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scheduler is asked once per event, with a step in flight or without."""
+    monkeypatch.setattr(rank_loop, "RETRY_INTERVAL_S", TIMEOUT_S)
+    if harness.scheduler.max_num_steps_in_flight > 1:
+        harness.run_steps(1)
+        assert harness.entered() == 1
+        harness.until_in_flight(1)
+    harness.scheduler.asks_again = 1000
+    for _ in range(5):
+        harness.settle()
+    assert 1000 - 6 <= harness.scheduler.asks_again <= 1000 - 4
+    harness.scheduler.asks_again = 0
+
+
 # ---- events ----
 
 
@@ -473,10 +508,18 @@ def grammar_submit() -> Submitted:
 
 def test_grammars_are_compiled_off_the_loop(harness: Harness) -> None:
     harness.loop.post(grammar_submit())
-    assert harness.compiling.get(timeout=TIMEOUT_S) == CompileGrammar(OWNER, 2, Grammar(GrammarKind.REGEX, "a+"))
+    assert harness.compiler.actions.get(timeout=TIMEOUT_S) == CompileGrammar(OWNER, 2, Grammar(GrammarKind.REGEX, "a+"))
     harness.loop.post(GrammarCompiled(OWNER, 2, None))
     harness.settle()
     assert harness.calls() == ["add 3/2", "compiled 3/2: well"]
+    assert not harness.compiler.cancelled
+
+
+def test_grammars_that_nobody_waits_for_are_cancelled(harness: Harness) -> None:
+    harness.loop.post(Aborted(OWNER, 2))
+    harness.loop.post(OwnerLost(4))
+    harness.settle()
+    assert harness.compiler.cancelled == [(OWNER, 2), (4, None)]
 
 
 def test_without_a_compiler_a_grammar_is_refused_at_once() -> None:
@@ -567,15 +610,13 @@ def test_a_plan_that_is_made_while_the_step_before_it_fails_is_not_executed(pipe
     pipelined.run_steps(3)
     assert pipelined.entered() == 1
     assert inside.wait(TIMEOUT_S)
-    executor = pipelined.loop._executor_thread
-    assert executor is not None
     ended = threading.Event()
 
     def on_ended(event: StepEnded) -> None:
         pipelined.loop.post(event)
         ended.set()
 
-    executor._on_ended = on_ended
+    pipelined.on_step_ended(on_ended)
     pipelined.runner.let_go(RuntimeError("too hot"))
     assert ended.wait(TIMEOUT_S)
     go_on.set()
@@ -583,6 +624,26 @@ def test_a_plan_that_is_made_while_the_step_before_it_fails_is_not_executed(pipe
     assert pipelined.entered() == 3
     pipelined.runner.let_go(None)
     assert pipelined.tokens() == [3]
+
+
+def test_nothing_is_planned_until_all_behind_a_failed_step_are_back(pipelined: Harness) -> None:
+    pipelined.run_steps(3)
+    assert pipelined.entered() == 1
+    pipelined.until_in_flight(2)
+    go_on = threading.Event()
+
+    def on_ended(event: StepEnded) -> None:
+        assert event.was_executed or go_on.wait(TIMEOUT_S)
+        pipelined.loop.post(event)
+
+    pipelined.on_step_ended(on_ended)
+    pipelined.runner.let_go(RuntimeError("too hot"))
+    assert pipelined.tokens() == []
+    pipelined.until_in_flight(1)
+    assert "plan 3" not in pipelined.calls()
+    go_on.set()
+    assert pipelined.tokens() == []
+    assert pipelined.entered() == 3
 
 
 def test_dropped_steps_do_not_count_as_failures(pipelined: Harness) -> None:
@@ -640,6 +701,59 @@ def test_a_broken_scheduler_ends_the_loop_with_a_reason(harness: Harness, step: 
     harness.runner.let_go(*[None] * 9)
     assert harness.loop.stop(TIMEOUT_S)
     assert harness.crashes.empty()
+
+
+class RandomRunner(Runner):
+    """Lets many steps fail, never three in a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.executed: list[int] = []
+        self.failed: list[int] = []
+        self._chance = random.Random(1)
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        self.executed.append(plan.step)
+        if self.failed[-2:] != self.executed[-3:-1] and self._chance.random() < 0.4:
+            self.failed.append(plan.step)
+            raise RuntimeError("too hot")
+        return StepResult(np.zeros((1, 1), np.int32))
+
+
+def test_random_failures_amid_events_from_several_threads(pipelined: Harness) -> None:
+    """Not executed is exactly what was planned on top of a step that failed, before that was known."""
+    runner = RandomRunner()
+    pipelined.loop._executor._runner = runner
+
+    def post_events(owner: int) -> None:
+        chance = random.Random(owner)
+        for number in range(300):
+            events: list[Event] = [OwnerLost(owner), Extended(owner, Extend(number)), StatsDue()]
+            pipelined.loop.post(chance.choice(events))
+            if number % 3 == 0:
+                pipelined.run_steps(chance.randrange(4))
+
+    threads = [threading.Thread(target=post_events, args=(owner,)) for owner in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    while pipelined.scheduler.has_work():
+        pipelined.settle()
+    assert pipelined.loop.stop(TIMEOUT_S)
+
+    calls = [call for call in pipelined.calls() if call.startswith(("plan", "update", "fail"))]
+    steps = [int(call.split()[1].rstrip(":")) for call in calls]
+    on_top: set[int] = set()
+    for step in runner.failed:
+        first, last = calls.index(f"plan {step}"), calls.index(f"fail {step}: the model step failed: too hot; retry")
+        on_top |= {steps[i] for i in range(first + 1, last) if calls[i].startswith("plan")}
+    assert len(runner.failed) > 20
+    assert len(on_top) > 10
+    assert runner.executed == sorted(set(steps) - on_top)
+    assert [step for call, step in zip(calls, steps, strict=True) if call.startswith("fail")] == sorted(
+        {*runner.failed, *on_top}
+    )
 
 
 # ---- the end ----

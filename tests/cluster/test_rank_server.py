@@ -1,19 +1,26 @@
-"""A rank's threads and sockets with the real scheduler and the simulated model; the test is its routers and control."""
+"""A rank's threads and sockets with the real scheduler and the simulated model; the test is its routers and control.
+
+Where steps matter, a test runs twice: with one step at a time, and with the next one planned while one is computed.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import random
 import threading
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from cluster import rank_server
 from cluster.rank_loop import MAX_CONSECUTIVE_FAILURES
@@ -22,8 +29,25 @@ from kv_transfer.connection import Connection, Listener, connect
 from kv_transfer.wire import WireError
 from model_runner.simulated import SimulatedRunner, expected_tokens
 from rank_scheduler.config import CacheConfig, SchedulerConfig
-from rank_scheduler.messages import Abort, End, FinishReason, RankLoad, SamplingParams, StepFrame, Submit
+from rank_scheduler.interface import PauseState
+from rank_scheduler.messages import (
+    Abort,
+    End,
+    Explain,
+    Explained,
+    Explanation,
+    Extend,
+    FinishReason,
+    Grammar,
+    GrammarKind,
+    RankLoad,
+    RankToRouter,
+    SamplingParams,
+    StepFrame,
+    Submit,
+)
 from rank_scheduler.plan import StepPlan, StepResult
+from rank_scheduler.scheduler import Scheduler
 from router.control_messages import RankRecord, Register, Registered
 from router.detokenizer import IncrementalDetokenizer
 from tests.router.small_tokenizer import byte_tokenizer
@@ -55,6 +79,18 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_server, "RECONNECT_DELAY_S", SHORT_S)
 
 
+@dataclass(frozen=True)
+class Setting:
+    """What a rank is made of."""
+
+    tokenizer_path: Path
+    scheduler: SchedulerConfig
+
+    @property
+    def is_async(self) -> bool:
+        return bool(self.scheduler.async_scheduling)
+
+
 @pytest.fixture(scope="module")
 def tokenizer_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model") / "tokenizer.json"
@@ -62,14 +98,21 @@ def tokenizer_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(params=[False, True], ids=["sync", "async"])
+def setting(request: pytest.FixtureRequest, tokenizer_path: Path) -> Setting:
+    return Setting(tokenizer_path, SCHEDULER.model_copy(update={"async_scheduling": request.param}))
+
+
 class Runner(SimulatedRunner):
     """The simulated model; the test may hold its steps up, or let them fail."""
 
-    def __init__(self) -> None:
-        super().__init__(scheduler=SCHEDULER, cache=CACHE, max_model_len=256, vocab_size=VOCAB_SIZE)
+    def __init__(self, scheduler: SchedulerConfig) -> None:
+        super().__init__(scheduler=scheduler, cache=CACHE, max_model_len=256, vocab_size=VOCAB_SIZE)
         self.held = False
         self.num_failures = 0
         """So many of the next steps fail."""
+        self.fails: Callable[[int], bool] = lambda step: False
+        """Whether the step of this number fails."""
         self.entered = threading.Semaphore(0)
         self.num_closed = 0
         self._permits = threading.Semaphore(0)
@@ -81,8 +124,8 @@ class Runner(SimulatedRunner):
         if self.held:
             self.entered.release()
             assert self._permits.acquire(timeout=TIMEOUT_S), "the test let no step go on"
-        if self.num_failures:
-            self.num_failures -= 1
+        if self.num_failures or self.fails(plan.step):
+            self.num_failures = max(0, self.num_failures - 1)
             raise RuntimeError("the device fell over")
         return super().execute(plan)
 
@@ -140,6 +183,10 @@ class Control:
             return await self.registrations.get()
 
 
+def as_bytes(token_ids: list[int]) -> bytes:
+    return np.array(token_ids, "<i4").tobytes()
+
+
 class Router:
     """A router's connection to the rank. Everything it hears is kept and checked against the protocol."""
 
@@ -147,7 +194,9 @@ class Router:
         self.connection = connection
         self.tokens: dict[int, list[int]] = defaultdict(list)
         self.ends: dict[int, End] = {}
+        self.turn_ends: list[End] = []
         self.firsts: list[int] = []
+        self.answers: dict[int, Explained] = {}
         self.load = RankLoad()
         self.num_frames = 0
         self.mistakes: list[str] = []
@@ -156,7 +205,13 @@ class Router:
         connection.start(self._on_frame)
 
     def _on_frame(self, payload: bytes) -> None:
-        frame = msgspec.msgpack.decode(payload, type=StepFrame)
+        frame: StepFrame | Explained = msgspec.msgpack.decode(payload, type=RankToRouter)
+        self._heard.set()
+        if isinstance(frame, Explained):
+            if frame.query in self.answers:
+                self.mistakes.append(f"query {frame.query} answered twice")
+            self.answers[frame.query] = frame
+            return
         self.num_frames += 1
         self.load = frame.load
         self.firsts += frame.first_token_ids
@@ -168,14 +223,32 @@ class Router:
             if end.id in self.ends:
                 self.mistakes.append(f"{end.id} ended twice")
             self.ends[end.id] = end
-        self._heard.set()
+        for end in frame.turn_ends:
+            if end.id in self.ends:
+                self.mistakes.append(f"turn of {end.id} ended after its end")
+            self.turn_ends.append(end)
 
-    def send(self, message: Submit | Abort) -> None:
+    def send(self, message: Submit | Extend | Abort | Explain) -> None:
         assert self.connection.send(msgspec.msgpack.encode(message))
 
-    def submit(self, request_id: int, prompt: list[int] = PROMPT, max_tokens: int = 8, **sampling: Any) -> None:
-        params = SamplingParams(seed=0, max_tokens=max_tokens, **sampling)
-        self.send(Submit(request_id, np.array(prompt, "<i4").tobytes(), params))
+    def submit(
+        self,
+        request_id: int,
+        prompt: list[int] = PROMPT,
+        max_tokens: int = 8,
+        *,
+        name: str = "",
+        stop: tuple[str, ...] = (),
+        is_session: bool = False,
+        grammar: Grammar | None = None,
+    ) -> None:
+        params = SamplingParams(seed=0, max_tokens=max_tokens, stop=stop)
+        self.send(Submit(request_id, as_bytes(prompt), params, name, grammar=grammar, is_session=is_session))
+
+    async def explain(self, query: int, request_id: str) -> list[Explanation]:
+        self.send(Explain(query, request_id))
+        await self.until(lambda: query in self.answers)
+        return self.answers[query].explanations
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Looks again after each frame."""
@@ -184,6 +257,11 @@ class Router:
                 assert not self.connection.closed.done(), f"closed: {self.connection.closed.result()}"
                 self._heard.clear()
                 await self._heard.wait()
+
+    async def one_more_end(self) -> None:
+        """Until any request ends; one that was just submitted will."""
+        seen = len(self.ends)
+        await self.until(lambda: len(self.ends) > seen)
 
     async def end_of(self, request_id: int) -> End:
         await self.until(lambda: request_id in self.ends)
@@ -207,22 +285,22 @@ class Router:
 class Rank:
     """A rank with its surroundings."""
 
-    def __init__(self, tokenizer_path: Path) -> None:
-        self.runner = Runner()
+    def __init__(self, setting: Setting) -> None:
+        self.runner = Runner(setting.scheduler)
         self.control = Control()
         self.routers: list[Router] = []
         self.record: RankRecord | None = None
         self.server = RankServer(
             self.runner,
             self.runner.load(),
-            config=SCHEDULER,
+            config=setting.scheduler,
             cache=CACHE,
             pool="mixed",
             secret=SECRET,
             control_address=self.control.address,
             advertise_host=HOST,
             node_id="node",
-            tokenizer_path=tokenizer_path,
+            tokenizer_path=setting.tokenizer_path,
         )
 
     async def start(self) -> str:
@@ -257,9 +335,9 @@ class Rank:
 
 
 @asynccontextmanager
-async def running_rank(tokenizer_path: Path) -> AsyncIterator[Rank]:
+async def running_rank(setting: Setting) -> AsyncIterator[Rank]:
     """At the end the rank must be healthy and empty."""
-    rank = Rank(tokenizer_path)
+    rank = Rank(setting)
     await rank.control.open()
     try:
         assert await rank.start() == "mixed/3"
@@ -282,9 +360,10 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
 # ---- requests ----
 
 
-def test_registers_what_it_is(tokenizer_path: Path) -> None:
+@pytest.mark.parametrize("setting", [False], ids=["sync"], indirect=True)
+def test_registers_what_it_is(setting: Setting) -> None:
     async def test() -> None:
-        async with running_rank(tokenizer_path) as rank:
+        async with running_rank(setting) as rank:
             record = rank.record
             assert record is not None
             assert (record.rank_id, record.pool, record.host, record.node_id) == ("", "mixed", HOST, "node")
@@ -295,9 +374,9 @@ def test_registers_what_it_is(tokenizer_path: Path) -> None:
     run(test)
 
 
-def test_tokens_and_one_end(tokenizer_path: Path) -> None:
+def test_tokens_and_one_end(setting: Setting) -> None:
     async def test() -> None:
-        async with running_rank(tokenizer_path) as rank:
+        async with running_rank(setting) as rank:
             router = await rank.router()
             prompts = {1: PROMPT, 2: LONG_PROMPT, 3: [1], 4: PROMPT}
             for request_id, prompt in prompts.items():
@@ -311,11 +390,11 @@ def test_tokens_and_one_end(tokenizer_path: Path) -> None:
     run(test)
 
 
-def test_many_requests_of_two_routers(tokenizer_path: Path) -> None:
+def test_many_requests_of_two_routers(setting: Setting) -> None:
     """The same ids on both connections: each hears of its own only."""
 
     async def test() -> None:
-        async with running_rank(tokenizer_path) as rank:
+        async with running_rank(setting) as rank:
             routers = [await rank.router(), await rank.router()]
             for request_id in range(30):
                 for turn, router in enumerate(routers):
@@ -330,7 +409,7 @@ def test_many_requests_of_two_routers(tokenizer_path: Path) -> None:
     run(test)
 
 
-def test_stop_string(tokenizer_path: Path) -> None:
+def test_stop_string(setting: Setting) -> None:
     decoder = IncrementalDetokenizer(byte_tokenizer())
     tokens = expected_tokens(PROMPT, 100, VOCAB_SIZE)
     texts = [decoder.step([token]) for token in tokens]
@@ -340,7 +419,7 @@ def test_stop_string(tokenizer_path: Path) -> None:
     count = next(i for i in range(100) if stop in "".join(texts[:i]))
 
     async def test() -> None:
-        async with running_rank(tokenizer_path) as rank:
+        async with running_rank(setting) as rank:
             router = await rank.router()
             router.submit(1, max_tokens=100, stop=("never in it", stop))
             end = await router.end_of(1)
@@ -350,9 +429,186 @@ def test_stop_string(tokenizer_path: Path) -> None:
     run(test)
 
 
-def test_impossible_request_is_refused_alone(tokenizer_path: Path) -> None:
+def test_a_session_goes_on_with_new_input(setting: Setting) -> None:
+    """The last token of a turn is no part of the next one's context: its KV was never computed."""
+
     async def test() -> None:
-        async with running_rank(tokenizer_path) as rank:
+        async with running_rank(setting) as rank:
+            router = await rank.router()
+            router.submit(1, max_tokens=5, is_session=True)
+            await router.until(lambda: len(router.turn_ends) == 1)
+            first = expected_tokens(PROMPT, 5, VOCAB_SIZE)
+            assert router.tokens[1] == first
+            router.send(Extend(1, as_bytes([9, 8, 7]), max_tokens=4))
+            await router.until(lambda: len(router.turn_ends) == 2)
+            second = expected_tokens([*PROMPT, *first[:-1], 9, 8, 7], 4, VOCAB_SIZE)
+            assert router.tokens[1] == first + second
+            router.send(Extend(1, is_last=True))
+            await router.end_of(1)
+            assert [end.reason for end in router.turn_ends] == [FinishReason.LENGTH] * 2
+
+    run(test)
+
+
+def test_explain_requests_of_another_router(setting: Setting) -> None:
+    """During a step, where the loop does not compute it itself."""
+
+    async def test() -> None:
+        async with running_rank(setting) as rank:
+            router, other = await rank.router(), await rank.router()
+            router.submit(99, max_tokens=1, name="cmpl-ended")
+            await router.end_of(99)
+            rank.runner.held = setting.is_async
+            for request_id in range(SCHEDULER.max_num_seqs):
+                router.submit(request_id, max_tokens=50, name="cmpl-running")
+                if request_id == 0 and setting.is_async:
+                    await rank.runner.wait_entered()
+            router.submit(50, name="cmpl-waiting")
+
+            queries = iter(range(1_000_000))
+
+            async def explain(name: str, num_sequences: int) -> list[Explanation]:
+                """The submits and the questions come over different connections: ask until all have arrived."""
+                while True:
+                    explanations = await other.explain(next(queries), name)
+                    if len(explanations) == num_sequences:
+                        return explanations
+
+            (ended,) = await explain("cmpl-ended", 1)
+            assert ended.timeline
+            assert ended.num_prompt_tokens == len(PROMPT)
+            running = await explain("cmpl-running", SCHEDULER.max_num_seqs)
+            (waiting,) = await explain("cmpl-waiting", 1)
+            assert await other.explain(next(queries), "cmpl-unknown") == []
+            if setting.is_async:
+                assert {e.state for e in running} | {waiting.state} >= {"running", "waiting"}
+                assert waiting.reason
+                assert waiting.message
+            rank.runner.let_all_go()
+            for request_id in [*range(SCHEDULER.max_num_seqs), 50]:
+                assert (await router.end_of(request_id)).reason is FinishReason.LENGTH
+            assert len(other.answers) == next(queries)
+            assert not router.answers
+
+    run(test)
+
+
+def test_structured_output(setting: Setting) -> None:
+    """A grammar that cannot be compiled ends its request only."""
+
+    async def test() -> None:
+        async with running_rank(setting) as rank:
+            router = await rank.router()
+            router.submit(1, max_tokens=30, grammar=Grammar(GrammarKind.REGEX, "(ab)*"))
+            router.submit(2, grammar=Grammar(GrammarKind.REGEX, "(a"))
+            router.submit(3)
+            end = await router.end_of(2)
+            assert (end.reason, router.tokens[2]) == (FinishReason.ERROR, [])
+            assert "regular expression" in end.message
+            assert (await router.end_of(1)).reason is FinishReason.LENGTH
+            assert byte_tokenizer().decode(router.tokens[1]) == "ab" * 15
+            await router.end_of(3)
+            assert router.tokens[3] == expected_tokens(PROMPT, 8, VOCAB_SIZE)
+
+    run(test)
+
+
+@pytest.mark.parametrize("setting", [False], ids=["sync"], indirect=True)
+def test_a_tokenizer_that_grammars_cannot_use_costs_only_grammars(setting: Setting, tmp_path: Path) -> None:
+    tokenizer = Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+
+    async def test() -> None:
+        async with running_rank(Setting(tmp_path / "tokenizer.json", setting.scheduler)) as rank:
+            router = await rank.router()
+            router.submit(1, grammar=Grammar(GrammarKind.REGEX, "a+"))
+            router.submit(2)
+            end = await router.end_of(1)
+            assert (end.reason, end.message) == (
+                FinishReason.ERROR,
+                "this rank has no structured output; send the request without a grammar",
+            )
+            await router.end_of(2)
+            assert router.tokens[2] == expected_tokens(PROMPT, 8, VOCAB_SIZE)
+
+    run(test)
+
+
+def test_pause_and_go_on(setting: Setting) -> None:
+    async def test() -> None:
+        async with running_rank(setting) as rank:
+            router = await rank.router()
+            router.submit(1, max_tokens=200)
+            await router.until(lambda: bool(router.tokens[1]))
+            await asyncio.to_thread(rank.server.set_pause, PauseState.PAUSED_ALL, TIMEOUT_S)
+            num_steps = rank.server.stats()["load"]["num_steps"]
+            router.submit(2)
+            await rank.check_integrity()
+            await rank.check_integrity()
+            assert rank.server.stats()["load"]["num_steps"] == num_steps
+            assert not router.ends
+            await asyncio.to_thread(rank.server.set_pause, PauseState.UNPAUSED, TIMEOUT_S)
+            for request_id, num_tokens in ((1, 200), (2, 8)):
+                assert (await router.end_of(request_id)).reason is FinishReason.LENGTH
+                assert router.tokens[request_id] == expected_tokens(PROMPT, num_tokens, VOCAB_SIZE)
+
+    run(test)
+
+
+def test_live_figures(setting: Setting) -> None:
+    async def test() -> None:
+        async with running_rank(setting) as rank:
+            router = await rank.router()
+            router.submit(1)
+            await router.end_of(1)
+            await rank.settle(lambda: rank.server.stats()["load"]["num_running"] == 0)
+            stats = rank.server.stats()
+            assert stats["load"]["num_generated_tokens"] == 8
+            assert stats["load"]["num_loads"] == 0
+            assert 0 <= stats["latest_interval"]["utilisation"] <= 1
+            rank.runner.held = True
+            router.submit(2, LONG_PROMPT, max_tokens=1)
+            for _ in range(3):
+                await rank.runner.wait_entered()
+                rank.runner.let_go(1)
+            await rank.runner.wait_entered()
+            if setting.is_async:  # otherwise nothing is taken in during the step
+                seen = router.num_frames
+                await router.until(lambda: router.num_frames > seen + 1)
+            rank.runner.let_all_go()
+            await router.end_of(2)
+
+    run(test)
+
+
+def test_a_configuration_that_does_not_fit_the_model_is_refused(setting: Setting) -> None:
+    scheduler = setting.scheduler.model_copy(update={"long_prefill_token_threshold": 257})
+    with pytest.raises(ValueError, match=r"long_prefill_token_threshold \(257\) is more than max_model_len \(256\)"):
+        Rank(Setting(setting.tokenizer_path, scheduler))
+
+
+def test_a_scheduler_of_ones_own(setting: Setting) -> None:
+    """Given by its dotted path; it sees what the rank was configured with."""
+    scheduler = setting.scheduler.model_copy(update={"scheduler_cls": f"{__name__}.OwnScheduler"})
+
+    async def test() -> None:
+        async with running_rank(Setting(setting.tokenizer_path, scheduler)) as rank:
+            assert isinstance(rank.server._loop._scheduler, OwnScheduler)
+            router = await rank.router()
+            router.submit(1)
+            await router.end_of(1)
+            assert router.tokens[1] == expected_tokens(PROMPT, 8, VOCAB_SIZE)
+
+    run(test)
+
+
+class OwnScheduler(Scheduler):
+    pass
+
+
+def test_impossible_request_is_refused_alone(setting: Setting) -> None:
+    async def test() -> None:
+        async with running_rank(setting) as rank:
             router = await rank.router()
             router.submit(1, [0] * 256)
             router.submit(2, [VOCAB_SIZE])
@@ -369,9 +625,9 @@ def test_impossible_request_is_refused_alone(tokenizer_path: Path) -> None:
 # ---- aborts and lost routers ----
 
 
-def test_abort_midway(tokenizer_path: Path) -> None:
+def test_abort_midway(setting: Setting) -> None:
     async def test() -> None:
-        async with running_rank(tokenizer_path) as rank:
+        async with running_rank(setting) as rank:
             rank.runner.held = True
             router = await rank.router()
             router.submit(1, max_tokens=200)
@@ -383,19 +639,22 @@ def test_abort_midway(tokenizer_path: Path) -> None:
             # The fourth step is being computed. The second request says that the abort before it has arrived.
             router.send(Abort(1))
             router.submit(2, max_tokens=1)
-            await rank.settle(lambda: rank.server._loop._inbox.qsize() == 2)
+            if setting.is_async:  # the loop answers while the step is computed, whose token nobody wants any more
+                await router.end_of(1)
+            else:
+                await rank.settle(lambda: rank.server._loop._inbox.qsize() >= 2)
             rank.runner.let_all_go()
             assert (await router.end_of(1)).reason is FinishReason.ABORT
-            assert router.tokens[1] == expected_tokens(PROMPT, 4, VOCAB_SIZE)
+            assert router.tokens[1] == expected_tokens(PROMPT, 3 if setting.is_async else 4, VOCAB_SIZE)
             assert (await router.end_of(2)).reason is FinishReason.LENGTH
             await router.all_free()
 
     run(test)
 
 
-def test_router_is_lost_during_prefill(tokenizer_path: Path) -> None:
+def test_router_is_lost_during_prefill(setting: Setting) -> None:
     async def test() -> None:
-        async with running_rank(tokenizer_path) as rank:
+        async with running_rank(setting) as rank:
             rank.runner.held = True
             router = await rank.router()
             router.submit(1, LONG_PROMPT, max_tokens=100)
@@ -417,9 +676,36 @@ def test_router_is_lost_during_prefill(tokenizer_path: Path) -> None:
     run(test)
 
 
-def test_lost_router_leaves_others_alone(tokenizer_path: Path) -> None:
+def test_a_storm_of_aborts(setting: Setting) -> None:
+    """Every request is ended once, what is left runs on unharmed, and nothing stays behind."""
+
     async def test() -> None:
-        async with running_rank(tokenizer_path) as rank:
+        async with running_rank(setting) as rank:
+            router = await rank.router()
+            chance = random.Random(5)
+            for request_id in range(200):
+                router.submit(request_id, [request_id % 7, *PROMPT], max_tokens=1 + request_id % 13)
+                if chance.random() < 0.7:
+                    victim = chance.randrange(max(0, request_id - 20), request_id + 1)
+                    router.send(Abort(victim))
+                if chance.random() < 0.1:
+                    await router.one_more_end()
+            for request_id in range(200):
+                end = await router.end_of(request_id)
+                assert end.reason in (FinishReason.ABORT, FinishReason.LENGTH)
+                expected = expected_tokens([request_id % 7, *PROMPT], 1 + request_id % 13, VOCAB_SIZE)
+                if end.reason is FinishReason.LENGTH:
+                    assert router.tokens[request_id] == expected
+                else:
+                    assert router.tokens[request_id] == expected[: len(router.tokens[request_id])]
+            assert {end.reason for end in router.ends.values()} == {FinishReason.ABORT, FinishReason.LENGTH}
+
+    run(test)
+
+
+def test_lost_router_leaves_others_alone(setting: Setting) -> None:
+    async def test() -> None:
+        async with running_rank(setting) as rank:
             rank.runner.held = True
             lost, kept = await rank.router(), await rank.router()
             lost.submit(1, max_tokens=100)
@@ -434,9 +720,9 @@ def test_lost_router_leaves_others_alone(tokenizer_path: Path) -> None:
     run(test)
 
 
-def test_duplicates_and_aborts_of_strangers_are_ignored(tokenizer_path: Path) -> None:
+def test_duplicates_and_aborts_of_strangers_are_ignored(setting: Setting) -> None:
     async def test() -> None:
-        async with running_rank(tokenizer_path) as rank:
+        async with running_rank(setting) as rank:
             router, other = await rank.router(), await rank.router()
             router.send(Abort(99))
             router.submit(1, max_tokens=50)
@@ -462,6 +748,7 @@ def submit(request_id: int = 1, **sampling: Any) -> bytes:
     return msgspec.msgpack.encode(Submit(request_id, b"\0" * 4, params))
 
 
+@pytest.mark.parametrize("setting", [False], ids=["sync"], indirect=True)
 @pytest.mark.parametrize(
     "payload",
     [
@@ -477,13 +764,15 @@ def submit(request_id: int = 1, **sampling: Any) -> bytes:
         submit(seed=-1),
         submit(top_k=2**63),
         submit(num_logprobs=2**63),
+        msgspec.msgpack.encode(Extend(-1, b"")),
+        msgspec.msgpack.encode({"type": "explain", "query": 1}),
         b"\x83\xa4type\xa5abort\xa2id\x01\xa1x" + b"\x91" * 5000 + b"\xc0",
     ],
-    ids=range(13),
+    ids=range(15),
 )
-def test_malformed_message_closes_its_connection_only(tokenizer_path: Path, payload: bytes) -> None:
+def test_malformed_message_closes_its_connection_only(setting: Setting, payload: bytes) -> None:
     async def test() -> None:
-        async with running_rank(tokenizer_path) as rank:
+        async with running_rank(setting) as rank:
             bad, good = await rank.router(), await rank.router()
             good.submit(1, max_tokens=100)
             bad.submit(1, LONG_PROMPT, max_tokens=100)
@@ -497,9 +786,10 @@ def test_malformed_message_closes_its_connection_only(tokenizer_path: Path, payl
     run(test)
 
 
-def test_only_routers_are_served(tokenizer_path: Path) -> None:
+@pytest.mark.parametrize("setting", [False], ids=["sync"], indirect=True)
+def test_only_routers_are_served(setting: Setting) -> None:
     async def test() -> None:
-        async with running_rank(tokenizer_path) as rank:
+        async with running_rank(setting) as rank:
             assert rank.record is not None
             host, port = rank.record.host, rank.record.port
             stranger = await connect(host, port, secret=SECRET, role="rank", name="another")
@@ -515,9 +805,10 @@ def test_only_routers_are_served(tokenizer_path: Path) -> None:
     run(test)
 
 
-def test_heartbeats_on_an_idle_connection(tokenizer_path: Path) -> None:
+@pytest.mark.parametrize("setting", [False], ids=["sync"], indirect=True)
+def test_heartbeats_on_an_idle_connection(setting: Setting) -> None:
     async def test() -> None:
-        async with running_rank(tokenizer_path) as rank:
+        async with running_rank(setting) as rank:
             router = await rank.router()
             await router.until(lambda: router.num_frames >= 3)
             assert router.load == RankLoad(num_free_blocks=128, num_blocks=128)
@@ -525,9 +816,9 @@ def test_heartbeats_on_an_idle_connection(tokenizer_path: Path) -> None:
     run(test)
 
 
-def test_heartbeats_and_health_during_a_long_step(tokenizer_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heartbeats_and_health_during_a_long_step(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
-        async with running_rank(tokenizer_path) as rank:
+        async with running_rank(setting) as rank:
             router = await rank.router()
             rank.runner.held = True
             router.submit(1)
@@ -548,11 +839,12 @@ def test_heartbeats_and_health_during_a_long_step(tokenizer_path: Path, monkeypa
 # ---- registration ----
 
 
-def test_registers_again_when_control_was_away(tokenizer_path: Path) -> None:
+@pytest.mark.parametrize("setting", [False], ids=["sync"], indirect=True)
+def test_registers_again_when_control_was_away(setting: Setting) -> None:
     """Its requests go on meanwhile. Finding the actor fails in ways of its own before it is back."""
 
     async def test() -> None:
-        async with running_rank(tokenizer_path) as rank:
+        async with running_rank(setting) as rank:
             rank.control.error = LookupError("the actor restarts")
             await rank.control.close()
             router = await rank.router()
@@ -571,12 +863,13 @@ def test_registers_again_when_control_was_away(tokenizer_path: Path) -> None:
     run(test)
 
 
-def test_control_that_never_answers(tokenizer_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("setting", [False], ids=["sync"], indirect=True)
+def test_control_that_never_answers(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_server, "REGISTRATION_TIMEOUT_S", 1.0)
     monkeypatch.setattr(rank_server, "CONTROL_TIMEOUT_S", SHORT_S)
 
     async def test() -> None:
-        rank = Rank(tokenizer_path)
+        rank = Rank(setting)
         rank.control.answers = False
         await rank.control.open()
         with pytest.raises(TimeoutError, match=r"not registered within 1 s: WireError: .* did not answer"):
@@ -587,11 +880,12 @@ def test_control_that_never_answers(tokenizer_path: Path, monkeypatch: pytest.Mo
     run(test)
 
 
-def test_control_that_is_not_found(tokenizer_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("setting", [False], ids=["sync"], indirect=True)
+def test_control_that_is_not_found(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_server, "REGISTRATION_TIMEOUT_S", 0.3)
 
     async def test() -> None:
-        rank = Rank(tokenizer_path)
+        rank = Rank(setting)
         rank.control.error = LookupError("no actor named control")
         with pytest.raises(TimeoutError, match=r"not registered within 0\.3 s: LookupError: no actor named control"):
             await rank.start()
@@ -600,9 +894,9 @@ def test_control_that_is_not_found(tokenizer_path: Path, monkeypatch: pytest.Mon
     run(test)
 
 
-def test_a_crash_before_the_registration_ends_the_start_at_once(tokenizer_path: Path) -> None:
+def test_a_crash_before_the_registration_ends_the_start_at_once(setting: Setting) -> None:
     async def test() -> None:
-        rank = Rank(tokenizer_path)
+        rank = Rank(setting)
         rank.control.answers = False
         await rank.control.open()
         starting = asyncio.create_task(asyncio.to_thread(rank.server.start))
@@ -620,9 +914,10 @@ def test_a_crash_before_the_registration_ends_the_start_at_once(tokenizer_path: 
     run(test)
 
 
-def test_address_that_cannot_be_listened_on(tokenizer_path: Path) -> None:
+@pytest.mark.parametrize("setting", [False], ids=["sync"], indirect=True)
+def test_address_that_cannot_be_listened_on(setting: Setting) -> None:
     async def test() -> None:
-        rank = Rank(tokenizer_path)
+        rank = Rank(setting)
         rank.server._host = "192.0.2.1"  # reserved for documentation
         with pytest.raises(OSError, match=r"192\.0\.2\.1"):
             await rank.start()
@@ -634,9 +929,9 @@ def test_address_that_cannot_be_listened_on(tokenizer_path: Path) -> None:
 # ---- failing steps, and the end ----
 
 
-def test_one_failing_step(tokenizer_path: Path) -> None:
+def test_one_failing_step(setting: Setting) -> None:
     async def test() -> None:
-        async with running_rank(tokenizer_path) as rank:
+        async with running_rank(setting) as rank:
             router = await rank.router()
             for request_id in range(2 * MAX_CONSECUTIVE_FAILURES):
                 rank.runner.num_failures = 1
@@ -651,9 +946,35 @@ def test_one_failing_step(tokenizer_path: Path) -> None:
     run(test)
 
 
-def test_rank_gives_up_after_failures_in_a_row(tokenizer_path: Path) -> None:
+def test_failures_amid_other_requests(setting: Setting) -> None:
+    """Whatever is in flight when a step fails ends with an error; what comes later, or waits, gets its right tokens."""
+
     async def test() -> None:
-        rank = Rank(tokenizer_path)
+        async with running_rank(setting) as rank:
+            router = await rank.router()
+            rank.runner.fails = lambda step: step % 7 == 3
+            for request_id in range(60):
+                router.submit(request_id, [request_id % 5, *PROMPT], max_tokens=1 + request_id % 11)
+                if request_id % 9 == 0:
+                    await router.one_more_end()
+            reasons = set()
+            for request_id in range(60):
+                end = await router.end_of(request_id)
+                reasons.add(end.reason)
+                expected = expected_tokens([request_id % 5, *PROMPT], 1 + request_id % 11, VOCAB_SIZE)
+                if end.reason is FinishReason.LENGTH:
+                    assert router.tokens[request_id] == expected
+                else:
+                    assert end.message == "the model step failed: the device fell over; retry"
+                    assert router.tokens[request_id] == expected[: len(router.tokens[request_id])]
+            assert reasons == {FinishReason.LENGTH, FinishReason.ERROR}
+
+    run(test)
+
+
+def test_rank_gives_up_after_failures_in_a_row(setting: Setting) -> None:
+    async def test() -> None:
+        rank = Rank(setting)
         await rank.control.open()
         await rank.start()
         router, idle = await rank.router(), await rank.router()
@@ -673,9 +994,9 @@ def test_rank_gives_up_after_failures_in_a_row(tokenizer_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_busy", [False, True])
-def test_stop_ends_threads_and_connections(tokenizer_path: Path, is_busy: bool) -> None:
+def test_stop_ends_threads_and_connections(setting: Setting, is_busy: bool) -> None:
     async def test() -> None:
-        rank = Rank(tokenizer_path)
+        rank = Rank(setting)
         await rank.control.open()
         await rank.start()
         router = await rank.router()
