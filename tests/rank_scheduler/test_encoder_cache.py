@@ -1,10 +1,12 @@
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from rank_scheduler.encoder_cache import ChunkFit, EncoderCache, EncoderLimit, fit_chunk
 from rank_scheduler.messages import EncoderInput
+
+CERTAIN = settings(deadline=None, derandomize=True)
 
 LENGTHS = {b"cat": 4, b"dog": 3, b"fox": 2, b"owl": 6, b"emu": 1}
 
@@ -125,6 +127,7 @@ class EncoderCacheMachine(RuleBasedStateMachine):
 
 
 TestEncoderCacheMachine = EncoderCacheMachine.TestCase
+TestEncoderCacheMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None, derandomize=True)
 
 
 def test_the_least_recently_released_goes_first():
@@ -253,6 +256,7 @@ def test_an_encoder_decoders_first_chunk_needs_the_whole_item():
     assert fit([audio], 1, 3, budget=5, is_encoder_decoder=True) == ChunkFit(3, 5)
 
 
+@CERTAIN
 @given(
     items=prompts(),
     cache=filled_caches(),
@@ -278,6 +282,7 @@ def test_a_fitted_chunk_can_be_run(items, cache, num_computed, num_new, budget, 
         assert end == max(num_computed, fitted.limiting_item.offset)
 
 
+@CERTAIN
 @given(items=prompts(), cache=filled_caches(), num_computed=st.integers(0, 30), budget=st.integers(0, 16))
 def test_a_chunk_is_not_cut_without_need(items, cache, num_computed, budget):
     fitted = fit(items, num_computed, 40, cache=cache, budget=budget)

@@ -2,10 +2,12 @@ import hashlib
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rank_scheduler.prefix_hash import ROOT_HASH, ExtraKeys, extend_block_hashes, hash_blocks
+
+CERTAIN = settings(deadline=None, derandomize=True)
 
 
 def hashes_of(tokens, block_size=4, extra=None):
@@ -40,6 +42,7 @@ def test_trailing_zero_tokens_count():
     assert hashes_of([1, 0, 0, 0])[0] == hashlib.sha256(ROOT_HASH + b"\x01" + bytes(15)).digest()
 
 
+@CERTAIN
 @given(extra=extra_keys(), ends=st.lists(st.integers(0, 48)).map(sorted), block_size=st.integers(1, 16))
 def test_extending_gives_the_same_as_hashing_at_once(extra, ends, block_size):
     tokens = np.arange(48, dtype=np.int32)
@@ -92,6 +95,7 @@ def test_a_block_within_an_item_has_its_negative_offset():
     )
 
 
+@CERTAIN
 @given(extra=extra_keys(), block_size=st.integers(1, 16))
 def test_a_block_has_keys_exactly_if_salt_or_item_touches_it(extra, block_size):
     for start in range(0, 48, block_size):
@@ -103,6 +107,7 @@ def test_a_block_has_keys_exactly_if_salt_or_item_touches_it(extra, block_size):
         assert all(keys.count(identifier) >= 1 for identifier, _, _ in touched)
 
 
+@CERTAIN
 @given(one=extra_keys(), other=extra_keys())
 def test_keys_are_unambiguous(one, other):
     def content(extra):

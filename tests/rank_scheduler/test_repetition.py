@@ -1,10 +1,12 @@
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rank_scheduler.messages import Repetition
 from rank_scheduler.repetition import is_repeating
+
+CERTAIN = settings(deadline=None, derandomize=True)
 
 
 def searched(tokens, repetition):
@@ -32,6 +34,7 @@ def repetitions():
     )
 
 
+@CERTAIN
 @given(
     before=st.lists(st.integers(0, 2), max_size=10),
     pattern=st.lists(st.integers(0, 2), max_size=9),
