@@ -409,6 +409,23 @@ def test_many_requests_of_two_routers(setting: Setting) -> None:
     run(test)
 
 
+def test_preempted_requests_lose_no_token(setting: Setting) -> None:
+    """Five sequences of 136 tokens need 170 blocks, and the pool has 128."""
+
+    async def test() -> None:
+        async with running_rank(setting) as rank:
+            router = await rank.router()
+            prompts = {request_id: [request_id, *PROMPT[1:]] for request_id in range(5)}
+            for request_id, prompt in prompts.items():
+                router.submit(request_id, prompt, max_tokens=130)
+            for request_id, prompt in prompts.items():
+                assert (await router.end_of(request_id)).reason is FinishReason.LENGTH
+                assert router.tokens[request_id] == expected_tokens(prompt, 130, VOCAB_SIZE)
+            assert router.load.num_preemptions > 0
+
+    run(test)
+
+
 def test_stop_string(setting: Setting) -> None:
     decoder = IncrementalDetokenizer(byte_tokenizer())
     tokens = expected_tokens(PROMPT, 100, VOCAB_SIZE)
