@@ -28,8 +28,9 @@ class Candidate:
     @property
     def score(self) -> int:
         """Work ahead of a new request, in tokens; lower is better."""
-        num_sequences = self.load.num_running + self.load.num_waiting + self.num_unseen_sequences
-        return self.load.num_waiting_tokens + self.num_unseen_tokens + TOKENS_PER_SEQUENCE * num_sequences
+        load = self.load
+        num_sequences = load.num_running + load.num_waiting + load.num_deferred + self.num_unseen_sequences
+        return load.num_waiting_tokens + self.num_unseen_tokens + TOKENS_PER_SEQUENCE * num_sequences
 
 
 def least_loaded(candidates: Sequence[Candidate], turn: int) -> int:

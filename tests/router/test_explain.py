@@ -256,12 +256,13 @@ async def test_a_second_answer_is_ignored_and_counted(tmp_path: Path) -> None:
 
 @in_loop
 async def test_a_rank_that_is_lost_while_it_is_asked_ends_the_wait(tmp_path: Path) -> None:
-    async with running(tmp_path, explain_timeout_s=600) as cluster:
+    async with running(tmp_path, explain_timeout_s=20) as cluster:
         cluster.ranks[0].num_answers_to_explain = 0
         asking = asyncio.create_task(explain(cluster, "cmpl-nobody"))
         await until(lambda: len(cluster.ranks[0].explains) == 1)
         cluster.ranks[0].kill()
-        assert "mixed/0" in refusal(await asking, 503, "no_rank_available")
+        async with asyncio.timeout(10):
+            assert "mixed/0" in refusal(await asking, 503, "no_rank_available")
         await until(lambda: not cluster.service.pool.links)
         message = refusal(await explain(cluster, "cmpl-nobody"), 503, "no_rank_available")
         assert "0 ranks" in message
@@ -269,7 +270,7 @@ async def test_a_rank_that_is_lost_while_it_is_asked_ends_the_wait(tmp_path: Pat
 
 @in_loop
 async def test_a_rank_that_is_behind_with_reading_is_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with running(tmp_path, explain_timeout_s=600) as cluster:
+    async with running(tmp_path) as cluster:
         monkeypatch.setattr("router.rank_link.MAX_UNSENT_BYTES", 0)
         assert "mixed/0" in refusal(await explain(cluster, "cmpl-nobody"), 503, "no_rank_available")
         assert not cluster.ranks[0].explains
@@ -312,13 +313,14 @@ def test_times_are_told_from_the_first_event_wherever_it_was() -> None:
 
 @in_loop
 async def test_garbage_in_place_of_an_answer_costs_only_the_connection(tmp_path: Path) -> None:
-    async with running(tmp_path, rank_wait_timeout_s=5, explain_timeout_s=600) as cluster:
+    async with running(tmp_path, rank_wait_timeout_s=5, explain_timeout_s=20) as cluster:
         rank = cluster.ranks[0]
         rank.num_answers_to_explain = 0
         asking = asyncio.create_task(explain(cluster, "cmpl-nobody"))
         await until(lambda: len(rank.explains) == 1)
         rank.connections[0].send(msgspec.msgpack.encode({"type": "explained", "query": 1, "now": "noon"}))
-        refusal(await asking, 503, "no_rank_available")
+        async with asyncio.timeout(10):
+            refusal(await asking, 503, "no_rank_available")
         assert cluster.counted("serried_peer_faults") == {"rank,malformed": 1}
         assert (await cluster.complete()).status_code == 200
 

@@ -11,6 +11,10 @@ def test_the_emptier_rank_is_chosen() -> None:
     assert least_loaded([Candidate(busy), Candidate(calm)], 0) == 1
 
 
+def test_requests_that_wait_for_something_else_are_work_too() -> None:
+    assert least_loaded([Candidate(RankLoad(num_deferred=3)), Candidate(RankLoad(num_running=2))], 0) == 1
+
+
 def test_equals_take_turns() -> None:
     ranks = [Candidate(RankLoad()) for _ in range(3)]
     assert [least_loaded(ranks, turn) for turn in range(6)] == [0, 1, 2, 0, 1, 2]
