@@ -52,11 +52,13 @@ class PersistentBatch:
         max_model_len: int,
         block_size: int,
         *,
+        vocab_size: int,
         eos_token_ids: frozenset[int] = frozenset(),
         num_groups: int = 1,
     ) -> None:
         self.block_size = block_size
         self.max_model_len = max_model_len
+        self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         # One column more than the model's length: the token sampled at the last position is known, never computed.
         self.token_ids = np.zeros((max_num_seqs, max_model_len + 1), np.int32)
@@ -121,7 +123,8 @@ class PersistentBatch:
         self.min_length[slot] = sequence.num_prompt_tokens + sampling.min_tokens
         self.ending_token_ids[slot] = ()
         if sampling.min_tokens:
-            self.ending_token_ids[slot] = (*self._eos_token_ids, *sampling.stop_token_ids)
+            ending = self._eos_token_ids.union(sampling.stop_token_ids)
+            self.ending_token_ids[slot] = tuple(token for token in ending if 0 <= token < self._vocab_size)
         self.cross_block_ids[slot] = sequence.cross_block_ids
         self.encoder_inputs[slot] = sequence.encoder_inputs
         return sequence.block_ids[:, -(-sequence.num_computed_tokens // self.block_size) :].reshape(-1)

@@ -107,8 +107,9 @@ def _workspace_size_bytes(
     # Index arrays of all layers (K and V), a chunk's mask, and K and V gathered from the pool.
     indices = tokens * config.num_hidden_layers * 2 * 8
     chunk = max_model_len * (tokens + 2 * config.num_key_value_heads * config.head_dim) * dtype_size_bytes
-    # Logits in float32, their copies while filters run (float64), per sampling row.
-    logits = scheduler.max_num_seqs * config.vocab_size * 28
+    # Logits in float32, restricted by masks, their copies while filters run (float64), per sampled position.
+    sampled = min(scheduler.max_num_seqs * (1 + scheduler.num_speculative_tokens), tokens)
+    logits = sampled * config.vocab_size * 32
     return activations + indices + chunk + logits
 
 

@@ -28,6 +28,8 @@ GROUP_SIZE = 256
 
 NON_FINITE = "the model's logits are not finite (overflow, or damaged weights): if it persists, set dtype to float32"
 
+NOTHING_ALLOWED = "its grammar and min_tokens allow no token: relax the grammar, or lower min_tokens"
+
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -54,17 +56,28 @@ class Sampled:
     failed: dict[int, str] = field(default_factory=dict)
 
 
-def sample(logits: torch.Tensor, rows: SamplingRows) -> Sampled:
-    """Pick one token per row of `logits` [rows, vocab_size], float32."""
+def sample(logits: torch.Tensor, rows: SamplingRows, restricted: torch.Tensor | None = None) -> Sampled:
+    """Pick one token per row of `logits` [rows, vocab_size], float32.
+
+    `restricted`: the same with -inf where a token may not be picked. Logprobs are those of `logits`.
+    """
     # One pass: a sum is finite only if every term is.
     finite = torch.isfinite(logits.sum(dim=-1)).cpu().numpy()
     failed = {int(row): NON_FINITE for row in np.flatnonzero(~finite)}
-    tokens = logits.argmax(dim=-1).cpu().numpy().astype(np.int32)
-    random = np.flatnonzero(finite & (rows.temperature > 0))
+    usable = finite
+    if restricted is None:
+        best = logits.argmax(dim=-1)
+    else:
+        highest, best = restricted.max(dim=-1)
+        allowed = (highest > float("-inf")).cpu().numpy()
+        failed |= {int(row): NOTHING_ALLOWED for row in np.flatnonzero(finite & ~allowed)}
+        usable = finite & allowed
+    tokens = best.cpu().numpy().astype(np.int32)
+    random = np.flatnonzero(usable & (rows.temperature > 0))
     if len(random):
-        tokens[random] = _sample_random(_take(logits, random), rows, random)
-    tokens[~finite] = -1
-    asked = np.flatnonzero(finite & (rows.num_logprobs >= 0))
+        tokens[random] = _sample_random(_take(logits if restricted is None else restricted, random), rows, random)
+    tokens[~usable] = -1
+    asked = np.flatnonzero(usable & (rows.num_logprobs >= 0))
     logprobs = _logprobs(_take(logits, asked), tokens[asked], rows.num_logprobs[asked]) if len(asked) else []
     return Sampled(tokens, {int(row): entry for row, entry in zip(asked, logprobs, strict=True)}, failed)
 
@@ -127,7 +140,7 @@ def _sample_filtered(
     values, order = scaled.gather(1, ids).sort(dim=-1, descending=True, stable=True)
     ids = ids.gather(1, order)
 
-    kept = values >= min_p.log()
+    kept = (values >= min_p.log()) & (values > float("-inf"))
     last_of_k = torch.where(top_k > 0, top_k, scaled.shape[1]).clamp(max=num_candidates) - 1
     kept &= values >= values.gather(1, last_of_k)
     weights = torch.where(kept, values.double().exp(), 0.0)

@@ -62,7 +62,9 @@ class SimulatedRunner:
         kv_groups: tuple[KvGroup, ...] = (KvGroup(),),
         is_encoder_decoder: bool = False,
         cost: CostModel | None = None,
+        start_connector: Callable[[object], None] | None = None,
     ) -> None:
+        """`start_connector` takes a plan's `connector_metadata`, between the plan's block copies and its rows."""
         self._num_blocks = cache.num_blocks or DEFAULT_NUM_BLOCKS
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
@@ -70,12 +72,14 @@ class SimulatedRunner:
         self._is_encoder_decoder = is_encoder_decoder
         self._is_pooling = scheduler.runner_type == "pooling"
         self._cost = cost or CostModel()
+        self.start_connector = start_connector
         self._block_size = cache.block_size
         self._max_model_len = max_model_len
         self._batch = PersistentBatch(
             scheduler.max_num_seqs,
             max_model_len,
             cache.block_size,
+            vocab_size=vocab_size,
             eos_token_ids=eos_token_ids,
             num_groups=len(kv_groups),
         )
@@ -119,6 +123,20 @@ class SimulatedRunner:
     def close(self) -> None:
         pass
 
+    def write_kv(self, token_ids: Sequence[int], block_ids: Int32Array, first: int, last: int) -> None:
+        """Fill positions [first, last) of a sequence's blocks, shape [num_groups, columns], as a KV load would.
+
+        `token_ids`: at least its first `last` tokens.
+        """
+        views = [_View(i, g.sliding_window, np.zeros(last, np.uint64)) for i, g in enumerate(self._kv_groups)]
+        for position, token in enumerate(token_ids[:last]):
+            _step(views, position, token, 0)
+        places = np.arange(first, last)
+        for row, view in zip(block_ids, views, strict=True):
+            blocks = row[places // self._block_size]
+            held = blocks != 0
+            self._kv[blocks[held], places[held] % self._block_size] = view.kv[places[held]]
+
     def _apply_delta(self, plan: StepPlan) -> None:
         batch = self._batch
         batch.free(plan.freed_slots)
@@ -135,6 +153,8 @@ class SimulatedRunner:
             batch.extend(extension)
         batch.append_blocks(plan.appended_slots, plan.appended_blocks)
         self._kv[plan.appended_blocks] = 0
+        if plan.connector_metadata is not None and self.start_connector is not None:
+            self.start_connector(plan.connector_metadata)
         for run in plan.encoder_runs:
             self._encode(run.slot, run.item)
 
@@ -231,7 +251,7 @@ class SimulatedRunner:
                 allowed = _unpacked(masks[place], self._vocab_size)
             if may_not_end[place]:
                 allowed = np.ones(self._vocab_size, np.bool_) if allowed is None else allowed
-                allowed[[token for token in batch.ending_token_ids[slots[place]] if token < self._vocab_size]] = False
+                allowed[list(batch.ending_token_ids[slots[place]])] = False
             tokens[place] = _pick(digest, self._vocab_size, allowed)
         return tokens
 

@@ -19,9 +19,10 @@ from model_runner.memory import available_memory_bytes, plan_memory
 from model_runner.model_config import ModelConfig, read_model_config
 from model_runner.runner import Capacity
 from model_runner.sampling import SamplingRows, sample
+from model_runner.token_masks import restricted
 from model_runner.weights import load_tensors
 from rank_scheduler.config import CacheConfig, SchedulerConfig
-from rank_scheduler.plan import NewSequence, StepPlan, StepResult
+from rank_scheduler.plan import StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
 
@@ -102,6 +103,7 @@ class TorchRunner:
             self._scheduler.max_num_seqs,
             max_model_len,
             self._cache.block_size,
+            vocab_size=config.vocab_size,
             eos_token_ids=config.eos_token_ids,
         )
         capacity = Capacity(
@@ -147,8 +149,7 @@ class TorchRunner:
         self._model = self._pool = self._batch = None
 
     def _apply_delta(self, plan: StepPlan, batch: PersistentBatch, pool: KvPool) -> None:
-        for sequence in plan.new_sequences:
-            _check_no_encoder(sequence)
+        _check_no_encoder(plan)
         batch.free(plan.freed_slots)
         for source, destination in plan.block_copies:
             pool.copy_block(source, destination)
@@ -176,6 +177,8 @@ class TorchRunner:
             return StepResult(np.full((len(rows.slots), 1), -1, np.int32))
         slots = rows.slots[rows.sampled_rows]
         lengths = rows.positions[rows.sampled_tokens] + 1
+        unfinished = np.flatnonzero(batch.may_not_end(slots, lengths)).tolist()
+        forbidden = {place: batch.ending_token_ids[slots[place]] for place in unfinished}
         sampled = sample(
             logits,
             SamplingRows(
@@ -187,6 +190,7 @@ class TorchRunner:
                 positions=lengths,
                 num_logprobs=batch.num_logprobs[slots],
             ),
+            restricted(logits, plan.masked, plan.masks, forbidden),
         )
         result = StepResult(batch.verify(rows, sampled.tokens))
         firsts = np.searchsorted(rows.sampled_rows, np.arange(len(rows.slots)))
@@ -209,12 +213,13 @@ class TorchRunner:
         return self._max_model_len
 
 
-def _check_no_encoder(sequence: NewSequence) -> None:
-    if sequence.encoder_inputs or len(sequence.cross_block_ids):
+def _check_no_encoder(plan: StepPlan) -> None:
+    slots = [run.slot for run in plan.encoder_runs]
+    slots += [new.slot for new in plan.new_sequences if new.encoder_inputs or len(new.cross_block_ids)]
+    if slots:
         raise ValueError(
-            f"the plan installs a sequence with {len(sequence.encoder_inputs)} encoder_inputs and "
-            f"{len(sequence.cross_block_ids)} cross_block_ids into slot {sequence.slot}, and this model has no "
-            "encoder: send requests without encoder_inputs"
+            f"the plan has encoder_inputs for slots {slots}, and this model has no encoder: send requests without "
+            "encoder_inputs"
         )
 
 

@@ -33,7 +33,7 @@ SMOLLM2 = ModelConfig(
 
 def plan(available_gib: float, **options: Any) -> MemoryPlan:
     arguments: dict[str, Any] = {
-        "scheduler": SchedulerConfig(max_num_batched_tokens=512),
+        "scheduler": SchedulerConfig(max_num_batched_tokens=512, max_num_seqs=32),
         "cache": CacheConfig(),
         "max_model_len": 8192,
         "dtype_size_bytes": 4,
