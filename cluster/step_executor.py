@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
@@ -12,6 +13,8 @@ from typing import Protocol
 from model_runner.runner import ModelRunner
 from rank_scheduler.plan import StepPlan, StepResult
 
+logger = logging.getLogger(__name__)
+
 
 class ConnectorWorker(Protocol):
     """The half of a KV connector that moves data."""
@@ -19,7 +22,8 @@ class ConnectorWorker(Protocol):
     def start(self, metadata: object) -> None:
         """Begin what the scheduler half asked for, and return: the end of it is told by events.
 
-        Called in order of the plans, on the thread that executes them and before the plan is executed.
+        Called once for each plan that has metadata, in order, on the thread that executes them and before the plan
+        is executed; also for plans that will not be, since what they ask for is remembered as asked for.
         """
         ...
 
@@ -45,13 +49,24 @@ class StepExecutor:
         """Never raises: an exception is an outcome."""
         self.busy_since = time.monotonic()
         try:
-            if plan.connector_metadata is not None and self._connector_worker is not None:
-                self._connector_worker.start(plan.connector_metadata)
+            self._start_transfers(plan)
             return StepEnded(plan, self._runner.execute(plan))
         except Exception as error:
             return StepEnded(plan, error)
         finally:
             self.busy_since = None
+
+    def drop(self, plan: StepPlan, failure: Exception) -> StepEnded:
+        """Compute nothing, because of the `failure` of the step before. Never raises."""
+        try:
+            self._start_transfers(plan)
+        except Exception:
+            logger.exception("the transfers of step %d could not be started", plan.step)
+        return StepEnded(plan, failure, was_executed=False)
+
+    def _start_transfers(self, plan: StepPlan) -> None:
+        if plan.connector_metadata is not None and self._connector_worker is not None:
+            self._connector_worker.start(plan.connector_metadata)
 
 
 class ExecutorThread:
@@ -91,7 +106,7 @@ class ExecutorThread:
     def _run(self) -> None:
         while (plan := self._plans.get()) is not None:
             if self._failure is not None:
-                ended = StepEnded(plan, self._failure, was_executed=False)
+                ended = self._executor.drop(plan, self._failure)
             else:
                 ended = self._executor.execute(plan)
                 if isinstance(ended.outcome, Exception):

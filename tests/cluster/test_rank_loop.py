@@ -214,9 +214,12 @@ class ConnectorWorker:
 
     runner: Runner
     started: list[tuple[object, int]] = field(default_factory=list)
+    error: Exception | None = None
 
     def start(self, metadata: object) -> None:
         self.started.append((metadata, self.runner.entered.qsize()))
+        if self.error is not None:
+            raise self.error
 
 
 class Compiler:
@@ -592,6 +595,32 @@ def test_what_was_planned_on_a_failed_step_fails_too_unexecuted(pipelined: Harne
     assert pipelined.calls()[1:] == ["plan 1", "plan 2", f"fail 1: {failed}", f"fail 2: {failed}", "plan 3", "plan 4"]
     pipelined.runner.let_go(None, None)
     assert [pipelined.tokens(), pipelined.tokens()] == [[3], [4]]
+
+
+@pytest.mark.parametrize("worker_breaks", [False, True])
+def test_transfers_of_a_dropped_plan_are_started_all_the_same(pipelined: Harness, worker_breaks: bool) -> None:
+    """The scheduler half remembers them as asked for."""
+    pipelined.run_steps(1)
+    assert pipelined.entered() == 1
+    pipelined.until_in_flight(1)
+    pipelined.scheduler.metadata = "load these"
+    if worker_breaks:
+        pipelined.worker.error = RuntimeError("no such peer")
+    pipelined.until_in_flight(2)
+    pipelined.runner.let_go(RuntimeError("too hot"))
+    assert [pipelined.tokens(), pipelined.tokens()] == [[], []]
+    assert pipelined.worker.started == [("load these", 0)]
+    assert pipelined.calls()[-1] == "fail 2: the model step failed: too hot; retry"
+
+
+def test_transfers_that_cannot_be_started_fail_the_step(harness: Harness) -> None:
+    harness.worker.error = RuntimeError("no such peer")
+    harness.scheduler.metadata = "load these"
+    harness.run_steps(1)
+    assert harness.tokens() == []
+    harness.settle()
+    assert "fail 1: the model step failed: no such peer; retry" in harness.calls()
+    assert harness.runner.entered.empty()
 
 
 def test_a_plan_that_is_made_while_the_step_before_it_fails_is_not_executed(pipelined: Harness) -> None:
