@@ -22,9 +22,7 @@ import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-import cluster.rank
 from cluster import rank_server
-from cluster.config import ClusterConfig
 from cluster.rank_loop import MAX_CONSECUTIVE_FAILURES
 from cluster.rank_server import RankServer
 from kv_transfer.connection import Connection, Listener, connect
@@ -604,13 +602,6 @@ def test_a_configuration_that_does_not_fit_the_model_is_refused(setting: Setting
     scheduler = setting.scheduler.model_copy(update={"long_prefill_token_threshold": 257})
     with pytest.raises(ValueError, match=r"long_prefill_token_threshold \(257\) is more than max_model_len \(256\)"):
         Rank(Setting(setting.tokenizer_path, scheduler))
-
-
-def test_a_replica_refuses_what_its_runner_cannot_do(tmp_path: Path) -> None:
-    config = ClusterConfig(scheduler=SchedulerConfig(runner_type="pooling"))
-    replica = object.__new__(cluster.rank.Rank)  # its constructor needs a cluster
-    with pytest.raises(ValueError, match=r"runner_type 'pooling' is not supported .* set it to 'generate'"):
-        replica._load_and_start(config, "mixed", tmp_path, 1, None, SECRET)
 
 
 def test_a_scheduler_of_ones_own(setting: Setting) -> None:
