@@ -108,6 +108,7 @@ class StepPlan:
     """One column of the slot's block tables, shape [k, num_groups]."""
     encoder_runs: list[EncoderRun] = field(default_factory=list)
     connector_metadata: object | None = None
+    """Handed over once, also if the step fails: a load that nobody started would never end."""
 
     @property
     def total_tokens(self) -> int:

@@ -70,7 +70,7 @@ class RunningPass:
         counts = self._share(slots, draft, yielding)
         if batch.num_with_encoder_inputs:
             self._fit_encoder_inputs(slots, counts, draft)
-        self._grow(slots, counts, draft, now)
+        self._grow(slots, counts, draft, now, may_preempt=not yielding)
         scheduled = counts > 0
         if not scheduled.all():
             slots, counts = slots[scheduled], counts[scheduled]
@@ -146,7 +146,9 @@ class RunningPass:
                 draft.encoder_budget = fit.budget_left
                 draft.acquire(state.encoder, sequence, slot, fit.items)
 
-    def _grow(self, slots: Int32Array, counts: Int32Array, draft: StepDraft, now: float) -> None:
+    def _grow(
+        self, slots: Int32Array, counts: Int32Array, draft: StepDraft, now: float, *, may_preempt: bool
+    ) -> None:
         """Give blocks to each sequence that outgrows its own, preempting if none are free.
 
         Sets the count to 0 of every sequence that was preempted, or cannot grow now.
@@ -160,6 +162,10 @@ class RunningPass:
         num_new = -(-ends[lacking] // self._block_size) - batch.num_columns[growing]
         if int(num_new.sum()) * state.kv.num_groups <= state.kv.pool.num_free_blocks:
             self._append(np.repeat(growing, num_new), draft)
+            return
+        if not may_preempt:
+            # All others have their part of this step already.
+            counts[lacking] = 0
             return
         for index, count in zip(lacking.tolist(), num_new.tolist(), strict=True):
             if self._make_room(index, count * state.kv.num_groups, slots, counts, draft, now):

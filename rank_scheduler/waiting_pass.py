@@ -210,6 +210,8 @@ class WaitingPass:
             if found is None:
                 if passed:
                     passed[0].num_bypasses += 1
+                    if passed[0].num_bypasses >= limit:
+                        break
                 continue
             state.remember_obstacle(sequence, found)
             if found.reason is WaitReason.CONNECTOR:
@@ -405,7 +407,11 @@ class WaitingPass:
         extend_block_hashes(sequence.block_hashes, sequence.token_ids, self._block_size, sequence.extra_keys)
         if not sequence.reads_prefix_cache:
             return PrefixHit(0, [[] for _ in range(self._state.kv.num_groups)])
-        return self._state.kv.probe(sequence.block_hashes)
+        hashes = sequence.block_hashes
+        if self._state.kv.has_windows:
+            # The last token, computed anew after a full hit, would see columns that the hit has left out.
+            hashes = hashes[: (len(sequence.token_ids) - 1) // self._block_size]
+        return self._state.kv.probe(hashes)
 
     def _count_prefix(self, sequence: Sequence, num_tokens: int, num_hit: int, num_external: int) -> None:
         stats = self._state.stats

@@ -1,0 +1,86 @@
+"""A KV connector whose other end is arithmetic: loads bring the KV that `SimulatedRunner` would compute."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+
+from kv_transfer.connector import ExternalMatch, KvRequest, LoadFinished, RequestKey
+from model_runner.simulated import SimulatedRunner
+
+
+class SimulatedConnector:
+    """Scheduler half and worker half in one.
+
+    `params` of a request: `external` (tokens that can be loaded, from the prompt's start), `is_async`, `keep` (its
+    blocks are kept after its end), `unknown` (how often `get_num_new_matched_tokens` does not know yet).
+    """
+
+    def __init__(self) -> None:
+        self.pending: list[tuple[KvRequest, np.ndarray, int, int]] = []
+        self.loading: dict[RequestKey, tuple[KvRequest, np.ndarray, int, int]] = {}
+        self.kept: set[RequestKey] = set()
+        self.finished: list[RequestKey] = []
+        self.num_asked: dict[RequestKey, int] = {}
+        self._local: dict[RequestKey, int] = {}
+
+    def may_load_async(self, request: KvRequest) -> bool:
+        return bool(request.params.get("is_async"))
+
+    def get_num_new_matched_tokens(self, request: KvRequest, num_computed_tokens: int) -> ExternalMatch | None:
+        asked = self.num_asked.get(request.key, 0)
+        if asked < request.params.get("unknown", 0):
+            self.num_asked[request.key] = asked + 1
+            return None
+        self._local[request.key] = num_computed_tokens
+        external = max(0, int(request.params.get("external", 0)) - num_computed_tokens)
+        return ExternalMatch(external, bool(request.params.get("is_async")))
+
+    def update_state_after_alloc(self, request: KvRequest, block_ids: np.ndarray, num_external_tokens: int) -> None:
+        if num_external_tokens:
+            first = self._local[request.key]
+            self.pending.append((request, block_ids.copy(), first, first + num_external_tokens))
+
+    def build_connector_meta(self) -> object | None:
+        pending, self.pending = self.pending, []
+        return pending or None
+
+    def request_finished(self, request: KvRequest, block_ids: np.ndarray) -> bool:
+        self.finished.append(request.key)
+        if request.params.get("keep"):
+            self.kept.add(request.key)
+            return True
+        return False
+
+    def has_pending_work(self) -> bool:
+        return bool(self.pending)
+
+    # ---- worker half ----
+
+    def start(self, metadata: list[tuple[KvRequest, np.ndarray, int, int]], runner: SimulatedRunner) -> None:
+        """What the plan asks for: synchronous loads are done at once, asynchronous ones when `complete` says so."""
+        for load in metadata:
+            if load[0].params.get("is_async"):
+                self.loading[load[0].key] = load
+            else:
+                self._fill(load, load[3], runner)
+
+    def complete(self, rng: random.Random, runner: SimulatedRunner, *, fails: float = 0.0) -> LoadFinished | None:
+        """End one of the loads in progress, well or (with probability `fails`) not."""
+        if not self.loading:
+            return None
+        key = rng.choice(sorted(self.loading))
+        load = self.loading.pop(key)
+        _, _, first, last = load
+        if rng.random() < fails:
+            valid = rng.choice([0, first, rng.randint(first, last)])
+            self._fill(load, valid, runner)
+            return LoadFinished(key, valid, "peer_lost")
+        self._fill(load, last, runner)
+        return LoadFinished(key)
+
+    def _fill(self, load: tuple[KvRequest, np.ndarray, int, int], last: int, runner: SimulatedRunner) -> None:
+        request, table, first, _ = load
+        if last > first:
+            runner.write_kv(request.token_ids.tolist(), table, first, last)
