@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 MAX_NUM_JOBS = 1_024
 """Different grammars that wait for their turn."""
 MAX_NUM_STUCK = 4
+MAX_TOKEN_CPU_S = 0.5
+"""Of the first mask and of the first token: the step loop would have to wait for others like them."""
 
 _FIELDS = {
     GrammarKind.JSON_SCHEMA: "the JSON schema (response_format, structured_outputs.json)",
@@ -274,17 +276,29 @@ class GrammarCompiler:
             matcher = LLMatcher(
                 self._vocabulary.tokenizer, llguidance_grammar(grammar), log_level=0, limits=parser_limits()
             )
-            reason = shown_reason(matcher.get_error())
-            if not reason:
-                # Here the step loop's first mask is made; and a grammar that nothing matches shows.
-                mask = np.zeros(self._vocabulary.num_words, np.uint32)
-                try:
-                    Matcher(matcher, self._vocabulary).fill_mask(mask)
-                except ValueError:
-                    reason = shown_reason(matcher.get_error()) or "it allows no token of this model"
+            reason = shown_reason(matcher.get_error()) or self._probe(matcher)
         except ValueError as error:
             reason = str(error)
         except BaseException as error:  # a panic of llguidance's is no Exception
             logger.exception("llguidance failed")
             reason = f"llguidance failed with {type(error).__name__}"
         return f"{what} cannot be compiled: {reason}; correct or simplify it" if reason else matcher
+
+    def _probe(self, matcher: LLMatcher) -> str:
+        """Make the first mask, which the step loop then finds made, and try a token of it; what is wrong with them."""
+        mask = np.zeros(self._vocabulary.num_words, np.uint32)
+        began_at = time.thread_time()
+        try:
+            Matcher(matcher, self._vocabulary).fill_mask(mask)
+        except ValueError:
+            return shown_reason(matcher.get_error()) or "it allows no token of this model"
+        masked_at = time.thread_time()
+        tokens = np.flatnonzero(np.unpackbits((mask & ~self._vocabulary.eos_mask).view(np.uint8), bitorder="little"))
+        if tokens.size:
+            trial = matcher.deep_copy()
+            trial.try_consume_tokens([int(tokens[0])])
+            trial.compute_bitmask()
+            if trial.is_error() and not trial.is_accepting():
+                return shown_reason(trial.get_error())
+        cpu_s = max(masked_at - began_at, time.thread_time() - masked_at)
+        return f"one token of it takes {cpu_s:.1f} s" if cpu_s > MAX_TOKEN_CPU_S else ""

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
 from rank_scheduler.messages import Grammar, GrammarKind
-from router.grammar_check import MAX_GRAMMAR_BYTES
+from router.grammar_check import MAX_GRAMMAR_BYTES, MAX_LARK_BYTES
 
 MAX_NUM_CHOICES = 4_096
 
@@ -27,10 +27,10 @@ def _as_text(value: Any) -> str:
         raise ValueError("is nested too deeply") from None
 
 
-def _bounded(text: str) -> str:
+def _bounded(text: str, limit: int = MAX_GRAMMAR_BYTES) -> str:
     num_bytes = len(text.encode())
-    if num_bytes > MAX_GRAMMAR_BYTES:
-        raise ValueError(f"has {num_bytes} bytes, at most {MAX_GRAMMAR_BYTES} are allowed; shorten it")
+    if num_bytes > limit:
+        raise ValueError(f"has {num_bytes} bytes, at most {limit} are allowed; shorten it")
     return text
 
 
@@ -52,10 +52,16 @@ def _schema_or_text(value: Any) -> Any:
     return value
 
 
-def _grammar_text(value: Any) -> Any:
-    if isinstance(value, str) and not value.strip():
+def _regex(value: Any) -> Any:
+    if value == "":
         raise ValueError("must not be empty")
     return _bounded(value) if isinstance(value, str) else value
+
+
+def _lark(value: Any) -> Any:
+    if isinstance(value, str) and not value.strip():
+        raise ValueError("must not be empty")
+    return _bounded(value, MAX_LARK_BYTES) if isinstance(value, str) else value
 
 
 def _choices(value: Any) -> Any:
@@ -72,7 +78,8 @@ SchemaText = Annotated[str, BeforeValidator(_schema), WithJsonSchema(_SCHEMA)]
 SchemaOrText = Annotated[
     str, BeforeValidator(_schema_or_text), WithJsonSchema({"anyOf": [_SCHEMA, {"type": "string"}]})
 ]
-GrammarText = Annotated[str, BeforeValidator(_grammar_text)]
+Regex = Annotated[str, BeforeValidator(_regex)]
+Lark = Annotated[str, BeforeValidator(_lark)]
 Choices = Annotated[
     str, BeforeValidator(_choices), WithJsonSchema({"type": "array", "items": {"type": "string"}, "minItems": 1})
 ]
@@ -108,9 +115,9 @@ class StructuredOutputs(Strict):
     """vLLM's way: exactly one of the fields."""
 
     json_text: SchemaOrText | None = Field(default=None, alias="json")
-    regex: GrammarText | None = None
+    regex: Regex | None = None
     choice: Choices | None = None
-    grammar_text: GrammarText | None = Field(default=None, alias="grammar")
+    grammar_text: Lark | None = Field(default=None, alias="grammar")
     json_object: bool | None = None
 
     @model_validator(mode="after")
@@ -139,9 +146,9 @@ class OutputFormatFields(Strict):
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: SchemaOrText | None = None
-    guided_regex: GrammarText | None = None
+    guided_regex: Regex | None = None
     guided_choice: Choices | None = None
-    guided_grammar: GrammarText | None = None
+    guided_grammar: Lark | None = None
 
     def grammars(self) -> list[tuple[str, Grammar]]:
         """What the output must match, by the path of the field that says so."""

@@ -226,12 +226,6 @@ class GenerateRequest(OutputFormatFields):
         if len(grammars) > 1:
             first, second = grammars[0][0], grammars[1][0]
             raise invalid(f"{second}: {first} already says what the output must look like; give one of them", second)
-        if grammars and self.min_tokens:
-            raise invalid(
-                f"min_tokens: {self.min_tokens} contradicts {grammars[0][0]}, which says where the output ends; "
-                "leave it out",
-                "min_tokens",
-            )
         asked = self.repetition_detection
         if asked is not None and asked.min_pattern_size > asked.max_pattern_size:
             path = "repetition_detection.min_pattern_size"

@@ -344,7 +344,13 @@ BAD: dict[str, tuple[Grammar, str]] = {
     "unknown rule": (Grammar(GrammarKind.LARK, "start: x"), 'unknown name: "x"'),
     "no start": (Grammar(GrammarKind.LARK, 'x: "a"'), "start"),
     "end of sequence in a grammar": (Grammar(GrammarKind.LARK, 'start: <|im_end|> "a"'), "no token of this model"),
-    "too long": (Grammar(GrammarKind.LARK, "start: " + '"a" ' * 20_000), "at most 65536"),
+    "too long": (Grammar(GrammarKind.LARK, "start: " + '"a" ' * 5_000), "at most 16384"),
+    "long schema": (schema({"const": "x" * 65_536}), "at most 65536"),
+    "many optional keys": (schema({"type": "object", "properties": {f"k{i}": {} for i in range(1000)}}), "Current row has"),
+    "many empty rules": (
+        Grammar(GrammarKind.LARK, "start: r0\n" + "".join(f"r{i}: r{i + 1}*\n" for i in range(1000)) + 'r1000: "b"\n'),
+        "Current row has",
+    ),
     "deep": (Grammar(GrammarKind.JSON_SCHEMA, '{"items":' * 5000 + "{}" + "}" * 5000), "nested too deeply"),
 }  # fmt: skip
 
@@ -365,10 +371,10 @@ def test_wrong_grammars_are_answered_with_a_sentence(compiler: GrammarCompiler, 
 
 
 def test_long_chains_of_rules_do_not_end_the_process(compiler: GrammarCompiler, answers: Answers) -> None:
-    rules = "".join(f'r{i}: "a" r{i + 1}\n' for i in range(3500))
-    compiler.compile(CompileGrammar(1, 1, Grammar(GrammarKind.LARK, f'start: r0\n{rules}r3500: "b"\n')))
-    terminals = "".join(f'R{i}: "a" R{i + 1}\n' for i in range(3500))
-    compiler.compile(CompileGrammar(1, 2, Grammar(GrammarKind.LARK, f'start: R0\n{terminals}R3500: "b"\n')))
+    rules = "".join(f'r{i}: "a" r{i + 1}\n' for i in range(1000))
+    compiler.compile(CompileGrammar(1, 1, Grammar(GrammarKind.LARK, f'start: r0\n{rules}r1000: "b"\n')))
+    terminals = "".join(f'R{i}: "a" R{i + 1}\n' for i in range(1000))
+    compiler.compile(CompileGrammar(1, 2, Grammar(GrammarKind.LARK, f'start: R0\n{terminals}R1000: "b"\n')))
     references = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(1800)} | {"d1800": {"type": "null"}}
     compiler.compile(CompileGrammar(1, 3, schema({"$defs": references, "$ref": "#/$defs/d0"})))
     found = {answer[1]: answer[2] for answer in (answers.take(), answers.take(), answers.take())}
@@ -376,6 +382,14 @@ def test_long_chains_of_rules_do_not_end_the_process(compiler: GrammarCompiler, 
         matcher = found[request_id]
         assert matcher is not None
         assert text in text_of(allowed(matcher))
+
+
+def test_a_grammar_whose_tokens_take_too_long_is_refused(
+    compiler: GrammarCompiler, answers: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(structured_output, "MAX_TOKEN_CPU_S", 0.0)
+    compiler.compile(CompileGrammar(1, 1, GRAMMARS["person"]))
+    assert "cannot be compiled: one token of it takes 0.0 s; correct or simplify it" in answers.take()[3]
 
 
 def test_matchers_of_one_grammar_do_not_share_their_place(compiler: GrammarCompiler, answers: Answers) -> None:
