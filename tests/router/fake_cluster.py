@@ -39,6 +39,8 @@ from router.control_messages import (
     PrefillDone,
     QueueCounts,
     RankRecord,
+    Register,
+    Registered,
     Release,
     Resume,
     RouterToControl,
@@ -264,6 +266,7 @@ class FakeControl:
         self.num_resumes = 0
         self.is_mute = False
         self.port = 0
+        self._registrations: asyncio.Queue[RankRecord] = asyncio.Queue()
         self._connections: list[Connection] = []
         self._listener = Listener(SECRET, self._on_connection)
 
@@ -276,6 +279,10 @@ class FakeControl:
     async def address(self) -> tuple[str, int]:
         return HOST, self.port
 
+    async def registered(self) -> RankRecord:
+        """The next rank that has registered, under the id that it was given."""
+        return await self._registrations.get()
+
     def tell(self, message: Members | ShuttingDown | QueueCounts) -> None:
         self.tell_raw(msgspec.msgpack.encode(message))
 
@@ -284,10 +291,19 @@ class FakeControl:
             connection.send(payload)
 
     def _on_connection(self, connection: Connection) -> None:
+        assert connection.peer is not None
+        if connection.peer.role == "rank":
+            connection.start(functools.partial(self._on_registration, connection))
+            return
         self._connections.append(connection)
         connection.closed.add_done_callback(lambda _: self._connections.remove(connection))
         connection.start(functools.partial(self._on_frame, connection))
         connection.send(msgspec.msgpack.encode(Members(self.records)))
+
+    def _on_registration(self, connection: Connection, payload: bytes) -> None:
+        record = msgspec.structs.replace(msgspec.msgpack.decode(payload, type=Register).record, rank_id="mixed/3")
+        connection.send(msgspec.msgpack.encode(Registered(record.rank_id)))
+        self._registrations.put_nowait(record)
 
     def _on_frame(self, connection: Connection, payload: bytes) -> None:
         now = asyncio.get_running_loop().time()
