@@ -143,20 +143,17 @@ class RankState:
             self.deferred[sequence.key] = sequence
         elif sequence.blocks is not None:
             self.loaded.append(sequence)
-        elif sequence.kv_request is not None and self.may_load(sequence):
+        elif self._may_load_async(sequence):
             self.load_candidates.push(sequence)
         else:
             self.waiting.push(sequence)
 
     def may_load(self, sequence: Sequence) -> bool:
-        """Whether the connector may still load for it asynchronously."""
-        connector = self.setup.connector
+        """Whether the connector may still load something for it."""
         return (
-            connector is not None
-            and sequence.kv_request is not None
+            sequence.kv_request is not None
             and not sequence.is_preempted
             and sequence.num_load_failures <= self.config.max_kv_load_retries
-            and connector.may_load_async(sequence.kv_request)
         )
 
     def preempt(self, slot: int, now: float, cause: str) -> None:
@@ -316,6 +313,12 @@ class RankState:
             self.encoder.check_integrity()
 
     # ---- inside ----
+
+    def _may_load_async(self, sequence: Sequence) -> bool:
+        connector, request = self.setup.connector, sequence.kv_request
+        if connector is None or request is None or not self.may_load(sequence):
+            return False
+        return connector.may_load_async(request)
 
     def _leave_slot(self, slot: int, *, is_over: bool = False) -> Sequence:
         table = self.batch.table(slot).copy()

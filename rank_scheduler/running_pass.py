@@ -146,9 +146,7 @@ class RunningPass:
                 draft.encoder_budget = fit.budget_left
                 draft.acquire(state.encoder, sequence, slot, fit.items)
 
-    def _grow(
-        self, slots: Int32Array, counts: Int32Array, draft: StepDraft, now: float, *, may_preempt: bool
-    ) -> None:
+    def _grow(self, slots: Int32Array, counts: Int32Array, draft: StepDraft, now: float, *, may_preempt: bool) -> None:
         """Give blocks to each sequence that outgrows its own, preempting if none are free.
 
         Sets the count to 0 of every sequence that was preempted, or cannot grow now.

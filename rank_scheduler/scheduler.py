@@ -211,7 +211,7 @@ class Scheduler:
             self._running.run(draft, now, yielding=True)
         plan = self._builder.build(draft, self._waiting.entered, self._waiting.copies, now)
         if plan is None:
-            self._is_stuck = True
+            self._is_stuck = not self._waiting.must_ask_again
         elif draft.has_prefill:
             self._last_prefill_step = state.num_steps
         return plan

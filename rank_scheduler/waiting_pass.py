@@ -30,11 +30,14 @@ class WaitingPass:
         self._block_size = state.setup.block_size
         self.entered: list[NewSequence] = []
         self.copies: list[tuple[int, int]] = []
+        self.must_ask_again = False
+        """A connector did not know yet: another pass may go further, though nothing else has happened."""
         self.is_capacity_bound = False
         """Requests were left over that only a later turn can serve: prefill is the bottleneck."""
 
     def begin(self) -> None:
         self.entered, self.copies = [], []
+        self.must_ask_again = False
 
     def make_room_for_priority(self, now: float) -> int | None:
         """Preempt running sequences for waiting ones of strictly higher priority that could not be admitted.
@@ -119,6 +122,7 @@ class WaitingPass:
         num_local = min(hit.num_columns * self._block_size, len(sequence.token_ids))
         match = connector.get_num_new_matched_tokens(request, num_local)
         if match is None:
+            self.must_ask_again = True
             return Obstacle(WaitReason.CONNECTOR)
         if not match.is_async or match.num_tokens <= 0:
             state.load_candidates.remove(sequence)
@@ -287,11 +291,17 @@ class WaitingPass:
                 return memo[2]
             hit = self._probe(sequence)
             num_computed = hit.num_columns * self._block_size
-            if sequence.kv_request is not None and state.may_load(sequence):
-                match = state.setup.connector.get_num_new_matched_tokens(  # type: ignore[union-attr]
-                    sequence.kv_request, num_computed
-                )
-                if match is None or match.is_async:
+            connector = state.setup.connector
+            if connector is not None and sequence.kv_request is not None and state.may_load(sequence):
+                match = connector.get_num_new_matched_tokens(sequence.kv_request, num_computed)
+                if match is None:
+                    self.must_ask_again = True
+                    return Obstacle(WaitReason.CONNECTOR)
+                if match.is_async and match.num_tokens > 0:
+                    # The local hit that had made a load needless is gone.
+                    state.waiting.remove(sequence)
+                    state.load_candidates.push(sequence)
+                    self.must_ask_again = True
                     return Obstacle(WaitReason.CONNECTOR)
                 num_external = max(0, min(match.num_tokens, num_tokens - 1 - num_computed))
             if num_computed == num_tokens:

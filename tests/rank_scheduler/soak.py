@@ -175,6 +175,7 @@ class Soak:
         self.grammars: deque[tuple[int, int]] = deque()
         self.prefixes = [[rng.randrange(VOCAB_SIZE) for _ in range(20)] for _ in range(3)]
         self.num_steps = 0
+        self.is_draining = False
 
     # ---- the world ----
 
@@ -245,6 +246,31 @@ class Soak:
     def happen(self) -> None:
         """Something from outside, at any time."""
         rng, scheduler, now = self.rng, self.engine.scheduler, self.engine.now
+        self.answer()
+        living = sorted(key[1] for key in scheduler._state.sequences)
+        if living and rng.random() < 0.03:
+            request_id = rng.choice(living)
+            scheduler.abort(request_id % 2, request_id, now)
+        if rng.random() < 0.05:
+            nobody = self.next_id + 1000
+            scheduler.abort(0, nobody, now)
+            scheduler.extend(0, Extend(nobody, b"\0\0\0\0"), now)
+            scheduler.grammar_compiled(0, nobody, None, "", now)
+            scheduler.load_finished(LoadFinished((0, nobody)), now)
+            scheduler.send_finished(SendFinished((0, nobody)), now)
+        if rng.random() < 0.02:
+            scheduler.set_pause(rng.choice([*PauseState, PauseState.UNPAUSED]), now)
+        if living and rng.random() < 0.1:
+            for explanation in scheduler.explain(f"r{rng.choice(living)}"):
+                assert explanation.timeline
+                is_waiting = explanation.state != "running" and not explanation.state.startswith("finished")
+                assert (explanation.message != "") == is_waiting, explanation
+        scheduler.take_kv_events()
+        scheduler.check_integrity()
+
+    def answer(self) -> None:
+        """What the scheduler has asked for, sooner or later: grammars, loads, the next turn."""
+        rng, scheduler, now = self.rng, self.engine.scheduler, self.engine.now
         self.grammars += [(action.owner, action.id) for action in scheduler.take_compile_actions()]
         if self.grammars and rng.random() < 0.6:
             owner, request_id = self.grammars.popleft()
@@ -267,31 +293,11 @@ class Soak:
                 key = rng.choice(sorted(self.connector.kept))
                 self.connector.kept.discard(key)
                 scheduler.send_finished(SendFinished(key), now)
-        living = sorted(key[1] for key in scheduler._state.sequences)
-        if living and rng.random() < 0.03:
-            request_id = rng.choice(living)
-            scheduler.abort(request_id % 2, request_id, now)
-        if rng.random() < 0.05:
-            nobody = self.next_id + 1000
-            scheduler.abort(0, nobody, now)
-            scheduler.extend(0, Extend(nobody, b"\0\0\0\0"), now)
-            scheduler.grammar_compiled(0, nobody, None, "", now)
-            scheduler.load_finished(LoadFinished((0, nobody)), now)
-            scheduler.send_finished(SendFinished((0, nobody)), now)
-        if rng.random() < 0.02:
-            scheduler.set_pause(rng.choice([*PauseState, PauseState.UNPAUSED]), now)
-        if living and rng.random() < 0.1:
-            for explanation in scheduler.explain(f"r{rng.choice(living)}"):
-                assert explanation.timeline
-                is_waiting = explanation.state != "running" and not explanation.state.startswith("finished")
-                assert (explanation.message != "") == is_waiting, explanation
-        scheduler.take_kv_events()
-        scheduler.check_integrity()
 
     def step(self) -> None:
         engine, scheduler, rng = self.engine, self.engine.scheduler, self.rng
         engine.now += 1.0
-        plan = scheduler.schedule(engine.now)
+        plan = scheduler.schedule(engine.now) if scheduler.has_work() else None
         if plan is not None:
             self.num_steps += 1
             assert plan.total_tokens <= self.config.num_scheduled_tokens_limit
@@ -299,7 +305,7 @@ class Soak:
         self.check_caps(plan)
         engine.take(scheduler.take_frames())
         scheduler.check_integrity()
-        if rng.random() < 0.3:
+        if not self.is_draining and rng.random() < 0.3:
             self.happen()
         if engine.in_flight and (plan is None or len(engine.in_flight) == scheduler.max_num_steps_in_flight):
             if self.fails_steps and rng.random() < 0.02:
@@ -342,15 +348,18 @@ class Soak:
 
     def drain(self) -> None:
         scheduler, engine = self.engine.scheduler, self.engine
+        self.is_draining = True
         scheduler.set_pause(PauseState.UNPAUSED, engine.now)
         idle = 0
         while scheduler._state.sequences or engine.in_flight or scheduler.has_work():
             before = self.num_steps
             self.step()
-            self.happen()
-            scheduler.set_pause(PauseState.UNPAUSED, engine.now)
+            # Only what somebody waits for: any other message would wake a scheduler that had given up by mistake.
+            self.answer()
             idle = 0 if self.num_steps > before else idle + 1
-            assert idle < 1000, f"nothing moves: {scheduler.load()} {[s.state for s in scheduler._state.sequences.values()]}"
+            assert idle < 1000, (
+                f"nothing moves: {scheduler.load()} {[s.state for s in scheduler._state.sequences.values()]}"
+            )
         if self.connector is not None:
             while (event := self.connector.complete(self.rng, self.runner)) is not None:
                 scheduler.load_finished(event, engine.now)
