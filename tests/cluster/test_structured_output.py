@@ -346,7 +346,9 @@ BAD: dict[str, tuple[Grammar, str]] = {
     "end of sequence in a grammar": (Grammar(GrammarKind.LARK, 'start: <|im_end|> "a"'), "no token of this model"),
     "too long": (Grammar(GrammarKind.LARK, "start: " + '"a" ' * 5_000), "at most 16384"),
     "long schema": (schema({"const": "x" * 65_536}), "at most 65536"),
-    "many optional keys": (schema({"type": "object", "properties": {f"k{i}": {} for i in range(1000)}}), "Current row has"),
+    "many optional keys": (
+        schema({"type": "object", "properties": {f"k{i}": {} for i in range(1000)}}), "Current row has"
+    ),
     "many empty rules": (
         Grammar(GrammarKind.LARK, "start: r0\n" + "".join(f"r{i}: r{i + 1}*\n" for i in range(1000)) + 'r1000: "b"\n'),
         "Current row has",
@@ -424,6 +426,14 @@ class Gate:
         return self.started.qsize()
 
 
+def expire(compiler: GrammarCompiler) -> None:
+    """Let all deadlines pass."""
+    with compiler._lock:
+        for job in compiler._jobs.values():
+            job.deadline = 0.0
+        compiler._has_deadline.notify()
+
+
 def choice(number: int) -> Grammar:
     return Grammar(GrammarKind.CHOICE, json.dumps([f"choice {number}"]))
 
@@ -496,21 +506,22 @@ def test_a_grammar_that_takes_too_long_is_given_up_and_others_go_on(
 ) -> None:
     slow = [choice(number) for number in range(2)]
     gate = Gate(monkeypatch, slow)
-    compiler = GrammarCompiler(vocabulary, answers, num_threads=2, timeout_s=0.2)
+    compiler = GrammarCompiler(vocabulary, answers, num_threads=2, timeout_s=TIMEOUT_S)
     for request_id, grammar in enumerate(slow):
         compiler.compile(CompileGrammar(1, request_id, grammar))
+        gate.started.get(timeout=TIMEOUT_S)
+    expire(compiler)
     given_up = sorted([answers.take(), answers.take()], key=lambda answer: answer[1])
     assert [answer[:3] for answer in given_up] == [(1, 0, None), (1, 1, None)]
-    assert all("the choices" in a[3] and "cannot be compiled within 0.2 s; simplify it" in a[3] for a in given_up)
+    assert all("the choices" in a[3] and "cannot be compiled within 30 s; simplify it" in a[3] for a in given_up)
     assert "gave up a grammar" in caplog.text
-    monkeypatch.setattr(compiler, "_timeout_s", TIMEOUT_S)
     # Both threads still work on them; others do not notice, and the same grammar is not tried again.
     for request_id in range(2, 10):
         compiler.compile(CompileGrammar(1, request_id, choice(request_id)))
         assert answers.take()[2] is not None
     compiler.compile(CompileGrammar(1, 20, slow[0]))
     assert "cannot be compiled within" in answers.take()[3]
-    assert gate.num_started() == 10
+    assert gate.num_started() == 8
     compiler.check_integrity()
     assert len(compiler._workers) == 4
     gate.opened.set()
@@ -524,14 +535,16 @@ def test_the_threads_that_are_stuck_are_bounded(
 ) -> None:
     gate = Gate(monkeypatch)
     monkeypatch.setattr(structured_output, "MAX_NUM_STUCK", 2)
-    compiler = GrammarCompiler(vocabulary, answers, num_threads=1, timeout_s=0.05)
+    compiler = GrammarCompiler(vocabulary, answers, num_threads=1, timeout_s=TIMEOUT_S)
     for number in range(3):
         compiler.compile(CompileGrammar(1, number, choice(number)))
+        assert gate.started.get(timeout=TIMEOUT_S) == choice(number)
+        expire(compiler)
         assert "cannot be compiled within" in answers.take()[3]
     compiler.compile(CompileGrammar(1, 3, choice(3)))
-    assert "waited 0.05 s to be compiled; send the request again later" in answers.take()[3]
+    expire(compiler)
+    assert "waited 30 s to be compiled; send the request again later" in answers.take()[3]
     assert len(compiler._workers) == 3
-    monkeypatch.setattr(compiler, "_timeout_s", TIMEOUT_S)
     compiler.compile(CompileGrammar(1, 4, choice(4)))
     gate.opened.set()  # the first thread that is done works again
     assert answers.take()[2] is not None
@@ -602,6 +615,17 @@ def test_every_request_of_many_threads_is_answered_once(vocabulary: Vocabulary, 
     compiler.check_integrity()
     assert compiler.num_waiting == 0
     compiler.close()
+    assert answers.is_empty
+
+
+def test_deadlines_pass_by_the_clock(vocabulary: Vocabulary, answers: Answers, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(monkeypatch)
+    compiler = GrammarCompiler(vocabulary, answers, num_threads=1, timeout_s=0.01)
+    for number in range(2):
+        compiler.compile(CompileGrammar(1, number, choice(number)))
+    assert sorted((answers.take()[:3], answers.take()[:3])) == [(1, 0, None), (1, 1, None)]
+    gate.opened.set()
+    compiler.close(TIMEOUT_S)
     assert answers.is_empty
 
 
