@@ -6,8 +6,9 @@ step loop calls `load`, then `execute` once per step, always from one thread; to
 A request's way through a step (`torch_runner`): the plan's delta is applied to the persistent batch (`batch`: tokens,
 computed counts, block tables as arrays), block copies reach the pool (`kv_pool`), the step's index arrays are built
 once (`attention.AttentionPlan`), `llama` runs all scheduled tokens of all sequences flattened, each layer writing its
-K and V before any of its attention reads, and `sampling` turns the last rows' logits into tokens, which the batch
-appends by itself.
+K and V before any of its attention reads, `token_masks` and `sampling` turn the logits of all sampled positions (a
+row's last, and its drafts) into tokens, and the batch keeps those up to the first wrong draft and appends them by
+itself.
 
 `runner` is the protocol; `torch_runner` the real one; `simulated` a deterministic one without torch. `embedded` finds
 or converts a checkpoint, `model_config` and `weights` read it, `memory` decides how large the pool may be.

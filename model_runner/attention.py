@@ -30,9 +30,11 @@ class _Group:
     first: int
     last: int
     pages: torch.Tensor
-    """Index into `KvPool.pages` per layer, shape [num_layers, 2 * tokens * blocks]: K for all tokens, then V."""
+    """Index into `KvPool.pages` per layer, shape [num_layers, 2 * contexts * blocks]: K, then V.
+
+    One context per token, or a single one if all tokens are of one sequence."""
     context_len: int
-    """The longest."""
+    """The longest, in whole blocks."""
     mask: torch.Tensor | None
     """0 or -inf, shape [tokens, 1, 1, context_len]; None if all contexts are as long."""
 
@@ -75,12 +77,13 @@ def plan_attention(rows: StepRows, batch: PersistentBatch, pool: KvPool, dtype: 
     writes = torch.from_numpy(np.stack((keys, keys + block_size), axis=-1)).to(device)
     block_table = batch.block_table[0]
 
-    lengths = rows.positions[: rows.num_single] + 1
+    lengths, slots = rows.positions[: rows.num_single] + 1, rows.token_slots[: rows.num_single]
     groups = []
-    for first, last in _cut_groups(lengths):
-        num_blocks = -(-int(lengths[last - 1]) // block_size)
+    for first, last in _cut_groups(lengths, slots):
+        num_blocks = -(-int(lengths[first:last].max()) // block_size)
+        # Whole blocks, so that a token's sums are split in the same way whoever else is in the group.
         longest = num_blocks * block_size
-        table = block_table[rows.token_slots[first:last], :num_blocks]
+        table = block_table[slots[first:last] if slots[first] != slots[last - 1] else slots[first], :num_blocks]
         mask = None
         if lengths[first] < longest:
             hidden = np.arange(longest) >= lengths[first:last, None]
@@ -117,8 +120,8 @@ def paged_attention(
     num_kv_heads, head_dim = pool.num_kv_heads, pool.head_dim
     for group in plan.groups:
         tokens = group.last - group.first
-        pages = _gather(group, layer, plan, pool).view(2, tokens, -1, num_kv_heads, head_dim)
-        keys, values = pages[:, :, : group.context_len].transpose(2, 3)
+        pages = _gather(group, layer, plan, pool).view(2, -1, group.context_len, num_kv_heads, head_dim)
+        keys, values = pages.transpose(2, 3).expand(-1, tokens, -1, -1, -1)
         out[group.first : group.last] = F.scaled_dot_product_attention(
             query[group.first : group.last], keys, values, attn_mask=group.mask
         )
@@ -142,13 +145,21 @@ def _gather(part: _Group | _Chunk, layer: int, plan: AttentionPlan, pool: KvPool
     return torch.index_select(pool.pages, 0, pages, out=plan.gathered[: len(pages)])
 
 
-def _cut_groups(lengths: Int64Array) -> list[tuple[int, int]]:
-    """Ranges of tokens to compute together; `lengths` rises."""
+def _cut_groups(lengths: Int64Array, slots: Int64Array) -> list[tuple[int, int]]:
+    """Ranges of tokens to compute together: several tokens of one sequence (drafts), or one token each of several.
+
+    `lengths` rises from sequence to sequence.
+    """
     groups = []
     first = 0
+    joined = np.append(slots[1:] == slots[:-1], False)
     for token in range(1, len(lengths) + 1):
+        if token < len(lengths) and joined[token - 1]:
+            continue
         if (
             token == len(lengths)
+            or joined[first]
+            or joined[token]
             or lengths[token] > MAX_GROUP_STRETCH * lengths[first]
             or (token + 1 - first) * lengths[token] > MAX_GROUP_POSITIONS
         ):

@@ -14,9 +14,9 @@ from rank_scheduler.plan import NO_TOKENS, BoolArray, Extension, Int32Array, Int
 class StepRows:
     """A plan's rows, in its order, and their tokens flattened, in the order of computation.
 
-    Tokens that attend alone come first, by rising position (neighbours then pad little): those of rows that have one
-    token, and of rows whose others are drafts, so that a draft is verified with the very arithmetic of a decode step.
-    The chunks of the other rows follow.
+    Tokens that attend alone come first, by their row's rising start (neighbours then pad little, and read the same
+    blocks): those of rows that have one token, and of rows whose others are drafts, so that a draft is verified with
+    the very arithmetic of a decode step. The chunks of the other rows follow.
     """
 
     slots: Int64Array
@@ -182,7 +182,7 @@ class PersistentBatch:
         alone = num_tokens == 1 + num_drafts
         token_alone = np.repeat(alone, num_tokens)
         single = np.flatnonzero(token_alone)
-        single = single[np.argsort(positions[single], kind="stable")]
+        single = single[np.argsort(np.repeat(starts, num_tokens)[single], kind="stable")]
         order = np.concatenate((single, np.flatnonzero(~token_alone)))
         place = np.empty_like(order)
         place[order] = np.arange(len(order))

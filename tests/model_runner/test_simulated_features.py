@@ -180,7 +180,9 @@ def test_blocks_appended_to_several_groups_and_twice_to_a_slot() -> None:
     tokens = [[token] for token in tokens_of(step(runner, [(slot, 2, True) for slot in range(3)], new))]
     appended = [(2, 20, 21), (0, 22, 23), (2, 24, 25), (1, 26, 27), (0, 28, 29), (2, 30, 31)]
     for index in range(8):
-        result = step(runner, [(slot, 1, True) for slot in (1, 0, 2)][index > 5 :], appended=appended if not index else ())
+        result = step(
+            runner, [(slot, 1, True) for slot in (1, 0, 2)][index > 5 :], appended=appended if not index else ()
+        )
         for slot, token in zip((1, 0, 2)[index > 5 :], tokens_of(result), strict=True):
             tokens[slot].append(token)
     for slot in range(3):
@@ -194,7 +196,9 @@ def test_encoder_items_stand_at_their_positions() -> None:
     runner = make()
     expected = expected_tokens(PROMPT, 3, VOCAB_SIZE, encoder_inputs=IMAGES)
     assert expected != expected_tokens(PROMPT, 3, VOCAB_SIZE)
-    assert expected != expected_tokens(PROMPT, 3, VOCAB_SIZE, encoder_inputs=(IMAGES[0], EncoderInput(b"c", 5, 2, b"two")))
+    assert expected != expected_tokens(
+        PROMPT, 3, VOCAB_SIZE, encoder_inputs=(IMAGES[0], EncoderInput(b"c", 5, 2, b"two"))
+    )
     new = sequence(0, PROMPT, BLOCKS, encoder_inputs=IMAGES)
     step(runner, [(0, 5, False)], [new], encoder_runs=[EncoderRun(0, IMAGES[0])])
     result = step(runner, [(0, 4, True)], encoder_runs=[EncoderRun(0, IMAGES[1])], freed_encoder_outputs=[b"a"])
@@ -219,7 +223,9 @@ def test_encoder_decoder() -> None:
     audio = EncoderInput(b"speech", 0, 6, b"...")
     other = EncoderInput(b"speech", 0, 6, b"..!")
     expected = expected_tokens(PROMPT, 4, VOCAB_SIZE, cross_inputs=[audio])
-    assert len({tuple(expected_tokens(PROMPT, 4, VOCAB_SIZE, cross_inputs=each)) for each in ([], [audio], [other])}) == 3
+    assert (
+        len({tuple(expected_tokens(PROMPT, 4, VOCAB_SIZE, cross_inputs=each)) for each in ([], [audio], [other])}) == 3
+    )
     new = sequence(0, PROMPT, BLOCKS, cross_block_ids=int32([30, 31]), encoder_inputs=(audio,))
     tokens = tokens_of(step(runner, [(0, 9, True)], [new], encoder_runs=[EncoderRun(0, audio)]))
     for index in range(3):
