@@ -21,7 +21,7 @@ from kv_transfer.connector import KvRequest, RequestKey
 from rank_scheduler.batch import RunningBatch
 from rank_scheduler.config import SchedulerConfig
 from rank_scheduler.encoder_cache import EncoderCache
-from rank_scheduler.interface import PauseState, SchedulerSetup
+from rank_scheduler.interface import KvGroup, PauseState, SchedulerSetup
 from rank_scheduler.kv_cache_manager import KvCacheManager
 from rank_scheduler.messages import End, FinishReason
 from rank_scheduler.performance import StepCost
@@ -68,7 +68,10 @@ class RankState:
     def __init__(self, config: SchedulerConfig, setup: SchedulerSetup) -> None:
         self.config = config
         self.setup = setup
-        self.kv = KvCacheManager(setup.num_blocks, setup.block_size, setup.kv_groups, emit_events=setup.emit_kv_events)
+        groups = setup.kv_groups
+        if config.disable_hybrid_kv_cache_manager:
+            groups = tuple(KvGroup() for _ in groups)
+        self.kv = KvCacheManager(setup.num_blocks, setup.block_size, groups, emit_events=setup.emit_kv_events)
         self.batch = RunningBatch(
             config.max_num_seqs,
             setup.max_model_len,
