@@ -10,16 +10,19 @@ from rank_scheduler.rank_state import RankState
 from rank_scheduler.sequence import Obstacle, Sequence, SequenceState, WaitReason
 
 _WORDS = {
-    WaitReason.NEW: "no step has been planned since it arrived",
+    WaitReason.NEW: "no step has been planned since it was queued",
     WaitReason.SLOTS: "all slots are taken: {num_active} of {limit}",
     WaitReason.BLOCKS: (
         "it needs {num_needed} KV blocks; {num_free} are free, and {num_kept_free} of them are kept (watermark, "
         "promises to running prompts)"
     ),
     WaitReason.BUDGET: "the step's tokens were used up ({left} left)",
-    WaitReason.CADENCE: "prompts are computed in every {prefill_schedule_interval}th step while others decode",
+    WaitReason.PREEMPTION: (
+        "{num_preempted_in_step} of the running sequences had to give up their blocks in this step, which admits nobody"
+    ),
+    WaitReason.CADENCE: "while others decode, prompts are computed in one step of {prefill_schedule_interval}",
     WaitReason.ENCODER: "the encoder budget ({budget_left} left in the step) or cache ({cache_held} held) is used up",
-    WaitReason.BEHIND: "{position} requests come before it",
+    WaitReason.BEHIND: "it waits its turn: {position} in the queue come before it",
     WaitReason.DRAINING: "it was preempted, and {num_draining} tokens of steps in flight are still to come",
     WaitReason.GRAMMAR: "its grammar is being compiled",
     WaitReason.LOAD_CAP: "{num_loads} KV loads are in progress or done and waiting, {num_started} started in this step",
@@ -71,11 +74,13 @@ def why_waiting(sequence: Sequence, state: RankState) -> Obstacle | None:
         return Obstacle(WaitReason.PAUSED, {"num_paused": len(state.waiting) + len(state.load_candidates)})
     if sequence.pass_number == state.pass_number:
         return sequence.obstacle
+    # Not looked at in the latest pass: what ended that pass before its turn is the reason.
+    ended_by = state.load_obstacle if state.load_candidates.position(sequence) >= 0 else state.pass_obstacle
     position = _position(sequence, state)
-    if position > 0 or state.pass_obstacle.reason is WaitReason.NEW:
-        cause = {f"ahead_{name}": figure for name, figure in state.pass_obstacle.figures.items()}
-        return Obstacle(WaitReason.BEHIND, {"position": max(position, 0)} | cause)
-    return sequence.obstacle if sequence.obstacle.reason is WaitReason.NEW else state.pass_obstacle
+    if position > 0:
+        cause = {f"ahead_{name}": figure for name, figure in ended_by.figures.items()}
+        return Obstacle(WaitReason.BEHIND, {"position": position} | cause)
+    return ended_by
 
 
 def _position(sequence: Sequence, state: RankState) -> int:

@@ -121,6 +121,8 @@ class RankState:
         self.pass_number = 0
         self.pass_obstacle = Obstacle(WaitReason.NEW)
         """Why the latest waiting pass came to its end."""
+        self.load_obstacle = Obstacle(WaitReason.NEW)
+        """Why the latest pass started no more KV loads."""
 
     # ---- figures ----
 
@@ -142,6 +144,7 @@ class RankState:
 
     def enqueue(self, sequence: Sequence) -> None:
         """Put a WAITING or PREEMPTED sequence where it will be admitted from, or where it must wait for more."""
+        self.remember_obstacle(sequence, Obstacle(WaitReason.NEW))
         if sequence.num_draining:
             self.deferred[sequence.key] = sequence
         elif sequence.blocks is not None:

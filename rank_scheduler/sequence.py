@@ -60,6 +60,8 @@ class WaitReason(StrEnum):
     SLOTS = "slots"
     BLOCKS = "blocks"
     BUDGET = "budget"
+    PREEMPTION = "preemption"
+    """Running ones had to give up blocks in the step, so that nobody was admitted."""
     CADENCE = "cadence"
     ENCODER = "encoder"
     BEHIND = "behind"
@@ -74,7 +76,7 @@ class WaitReason(StrEnum):
     INPUT = "input"
     PAUSED = "paused"
     NEW = "new"
-    """No step has been planned since it arrived."""
+    """No step has been planned since it was queued."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,7 +96,7 @@ class WaitingPass:
             if obstacle is not None:
                 state.remember_obstacle(sequence, obstacle)
                 if obstacle.reason is not WaitReason.CONNECTOR:
-                    state.pass_obstacle = obstacle
+                    state.load_obstacle = obstacle
                     break
 
     def _load_cap(self, num_started: int) -> Obstacle | None:
@@ -197,9 +197,10 @@ class WaitingPass:
         A head that does not fit may be passed by later ones, `max_head_bypasses` times, then nothing passes it.
         """
         state, limit = self._state, self._state.config.max_head_bypasses
-        if draft.num_preempted or state.pause is PauseState.PAUSED_ALL:
-            reason = WaitReason.PAUSED if state.pause is PauseState.PAUSED_ALL else WaitReason.BLOCKS
-            return Obstacle(reason, {"num_preempted_in_step": draft.num_preempted})
+        if state.pause is PauseState.PAUSED_ALL:
+            return Obstacle(WaitReason.PAUSED, {"num_paused": len(state.waiting) + len(state.load_candidates)})
+        if draft.num_preempted:
+            return Obstacle(WaitReason.PREEMPTION, {"num_preempted_in_step": draft.num_preempted})
         obstacle = self._no_room(draft)
         if obstacle is not None:
             return obstacle
