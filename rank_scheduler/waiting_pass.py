@@ -47,30 +47,32 @@ class WaitingPass:
         state, batch = self._state, self._state.batch
         if state.config.policy != "priority" or not state.waiting or state.pause is not PauseState.UNPAUSED:
             return None
+        pool = state.kv.pool
         slots_free = state.config.active_seqs_limit - state.num_active
-        blocks_free = state.kv.pool.num_free_blocks - state.watermark_blocks
+        # Running sequences grow before anybody is admitted.
+        num_needed = state.watermark_blocks + self._num_promised_blocks()
         for sequence in list(islice(state.waiting, state.config.active_seqs_limit)):
             victims = self._lower_priority(sequence.priority)
             if not victims:
                 break
             slots_free -= 1
-            blocks_free -= self._num_blocks_to_admit(sequence)
+            num_needed += self._num_blocks_to_admit(sequence)
+            lacks_blocks = num_needed > pool.num_free_blocks
             chosen: list[int] = []
-            freed = 0
+            gained = 0
             for slot in victims:
-                if slots_free + len(chosen) >= 0 and blocks_free + freed >= 0:
+                if slots_free + len(chosen) >= 0 and pool.num_free_blocks + gained >= num_needed:
                     break
                 chosen.append(slot)
-                freed += state.kv.num_freed_by(batch.table(slot))
-            if slots_free + len(chosen) < 0 or blocks_free + freed < 0:
+                gained += state.kv.num_freed_by(batch.table(slot)) + self._num_lacking(slot)
+            if slots_free + len(chosen) < 0 or pool.num_free_blocks + gained < num_needed:
                 break
-            fenced = state.setup.connector is not None and state.flights
-            if chosen and fenced and blocks_free < 0:
+            if chosen and lacks_blocks and state.setup.connector is not None and state.flights:
                 break
             for slot in chosen:
+                num_needed -= self._num_lacking(slot)
                 state.preempt(slot, now, f"priority {sequence.priority} waits for a slot or blocks")
             slots_free += len(chosen)
-            blocks_free = state.kv.pool.num_free_blocks - state.watermark_blocks
         return state.waiting.first.priority
 
     def run(self, draft: StepDraft, now: float) -> None:
@@ -183,11 +185,16 @@ class WaitingPass:
         state.enqueue(sequence)
 
     def _num_promised_blocks(self) -> int:
-        """What running prompts will still need: a load must not take it."""
+        """What running sequences will still need for the tokens that are known: a load must not take it."""
         batch = self._state.batch
         order = batch.order
         lacking = -(-batch.num_tokens[order] // self._block_size) - batch.num_columns[order]
         return int(np.maximum(lacking, 0).sum()) * self._state.kv.num_groups
+
+    def _num_lacking(self, slot: int) -> int:
+        """The slot's part of `_num_promised_blocks`."""
+        kv, batch = self._state.kv, self._state.batch
+        return max(0, kv.num_columns(int(batch.num_tokens[slot])) - int(batch.num_columns[slot])) * kv.num_groups
 
     # ---- admission ----
 
