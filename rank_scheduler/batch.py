@@ -52,7 +52,10 @@ class RunningBatch:
         self.token_ids = np.zeros((max_num_seqs, max_model_len), np.int32)
         self.block_table = np.zeros((num_groups, max_num_seqs, max_columns), np.int32)
         self.sequences: list[Sequence | None] = [None] * max_num_seqs
+        self.version = 0
+        """Changes whenever a sequence enters, leaves, ends its turn or is extended."""
         self.num_idle = 0
+        self.num_watched = 0
         self.num_with_grammar = 0
         self.num_with_encoder_inputs = 0
         self._order = np.zeros(max_num_seqs, np.int32)
@@ -71,6 +74,7 @@ class RunningBatch:
     def insert(self, sequence: Sequence, table: Int32Array, num_computed: int, max_total: int) -> int:
         """Give the sequence a slot (there must be a free one); returns it. `table`: [num_groups, columns]."""
         slot = self._free_slots.pop()
+        self.version += 1
         num_tokens = len(sequence.token_ids)
         self.num_tokens[slot] = num_tokens
         self.num_computed[slot] = num_computed
@@ -88,6 +92,7 @@ class RunningBatch:
         )
         self.has_grammar[slot] = sequence.has_grammar
         self.has_encoder_inputs[slot] = bool(sequence.encoder_inputs)
+        self.num_watched += bool(self.watched[slot])
         self.num_with_grammar += sequence.has_grammar
         self.num_with_encoder_inputs += bool(sequence.encoder_inputs)
         self.token_ids[slot, :num_tokens] = sequence.token_ids
@@ -106,6 +111,8 @@ class RunningBatch:
         sequence.token_ids = self.known_tokens(slot).copy()
         sequence.slot = -1
         self.set_idle(slot, False)
+        self.version += 1
+        self.num_watched -= int(self.watched[slot])
         self.num_with_grammar -= int(self.has_grammar[slot])
         self.num_with_encoder_inputs -= int(self.has_encoder_inputs[slot])
         self.epoch[slot] = _NO_EPOCH
@@ -125,6 +132,7 @@ class RunningBatch:
     def set_idle(self, slot: int, is_idle: bool) -> None:
         self.num_idle += int(is_idle) - int(self.is_idle[slot])
         self.is_idle[slot] = is_idle
+        self.version += 1
 
     def end_turn(self, slot: int) -> None:
         """The session waits for its next input; what steps in flight still bring is not for it."""
@@ -145,13 +153,18 @@ class RunningBatch:
 
     def append_columns(self, slots: Int32Array, columns: Int32Array) -> None:
         """Append to each slot, which may occur more than once, a column of blocks; shapes [k] and [k, num_groups]."""
-        if len(slots) == 1 or len(np.unique(slots)) == len(slots):
-            self.block_table[:, slots, self.num_columns[slots]] = columns.T
-            self.num_columns[slots] += 1
-            return
         for slot, column in zip(slots.tolist(), columns, strict=True):
             self.block_table[:, slot, self.num_columns[slot]] = column
             self.num_columns[slot] += 1
+
+    def append_column(self, slots: Int32Array, columns: Int32Array) -> None:
+        """`append_columns` where every slot occurs once."""
+        at = self.num_columns[slots]
+        if len(self.block_table) == 1:
+            self.block_table[0, slots, at] = columns[:, 0]
+        else:
+            self.block_table[:, slots, at] = columns.T
+        self.num_columns[slots] = at + 1
 
     def table(self, slot: int) -> Int32Array:
         """The slot's blocks, shape [num_groups, columns]; a view."""
@@ -178,5 +191,6 @@ class RunningBatch:
         for figures in (self.num_in_flight, self.num_placeholders, self.num_computed, self.num_drafts):
             assert (figures[order] >= 0).all(), "a count of the ledger is negative"
         assert self.num_idle == int(self.is_idle.sum()), "idle sessions miscounted"
+        assert self.num_watched == int(self.watched[order].sum()), "watched sequences miscounted"
         assert self.num_with_grammar == int(self.has_grammar[order].sum()), "grammars miscounted"
         assert self.num_with_encoder_inputs == int(self.has_encoder_inputs[order].sum()), "encoder inputs miscounted"

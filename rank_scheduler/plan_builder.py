@@ -32,7 +32,8 @@ class PlanBuilder:
     def __init__(self, state: RankState) -> None:
         self._state = state
         self._block_size = state.setup.block_size
-        self._caches = state.setup.enable_prefix_caching and not state.setup.is_encoder_decoder
+        self._caches = state.caches
+        self._is_async = state.setup.async_scheduling
         self._speculates = state.config.num_speculative_tokens > 0
         self._num_mask_words = -(-state.setup.vocab_size // 32)
         self._offsets = np.arange(state.setup.block_size)
@@ -51,7 +52,7 @@ class PlanBuilder:
         before = batch.num_computed[slots]
         after = before + counts
         known = batch.num_tokens[slots]
-        total = known + batch.num_placeholders[slots] if state.setup.async_scheduling else known
+        total = known + batch.num_placeholders[slots] if self._is_async else known
         num_drafts = None
         if self._speculates:
             num_drafts = np.maximum(after - total, 0).astype(np.int32)
@@ -63,13 +64,11 @@ class PlanBuilder:
             counts, after, num_drafts, masked, masks = self._mask(slots, counts, samples, num_drafts)
         in_prompt = before < batch.num_prompt[slots]
         batch.num_computed[slots] = after
-        batch.num_in_flight[slots] += counts
-        if num_drafts is None:
+        if self._is_async:
+            batch.num_in_flight[slots] += counts
             batch.num_placeholders[slots] += samples
-        else:
-            batch.num_placeholders[slots] += np.where(samples, 1 + num_drafts, 0)
         if self._caches and len(slots):
-            self._cache(slots, np.minimum(after, known))
+            self.cache(slots, np.minimum(after, known))
         # Where every row computes one token, and nobody was left out, no prompt is left in the middle.
         state.may_have_prefills = len(slots) < len(batch) - batch.num_idle or bool((after < total).any())
         state.num_steps += 1
@@ -110,7 +109,7 @@ class PlanBuilder:
         )
         return plan
 
-    def _cache(self, slots: Int32Array, num_settled: Int32Array) -> None:
+    def cache(self, slots: Int32Array, num_settled: Int32Array) -> None:
         """Make columns findable that are full of known tokens, and computed by now or in this step."""
         state, batch = self._state, self._state.batch
         num_full = num_settled // self._block_size

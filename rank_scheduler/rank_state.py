@@ -52,6 +52,8 @@ class Flight:
     encoder_items: list[bytes] = field(default_factory=list)
     cached: list[int] = field(default_factory=list)
     """Blocks that became findable on the promise of this step."""
+    steady_version: int = -1
+    """The batch's version, if this is a step of `SteadyBatch`."""
 
 
 @dataclass(slots=True)
@@ -79,6 +81,8 @@ class RankState:
             self.kv.num_groups,
             config.num_speculative_tokens,
         )
+        self.caches = setup.enable_prefix_caching and not setup.is_encoder_decoder
+        """Not for an encoder-decoder model, whose prompt is computed with its encoder's output."""
         self.encoder = EncoderCache(config.encoder_cache_capacity) if config.is_multimodal_model else None
         by_priority = config.policy == "priority"
         self.waiting = WaitingQueue(by_priority=by_priority)
@@ -194,7 +198,8 @@ class RankState:
     ) -> None:
         """The one way out: whatever the sequence holds is given back, and its owner will hear of it."""
         if sequence.slot >= 0:
-            self._leave_slot(sequence.slot, is_over=True)
+            # Nobody knows what a step that failed has written.
+            self._leave_slot(sequence.slot, is_over=True, caches=reason is not FinishReason.ERROR)
         elif sequence.key in self.deferred:
             del self.deferred[sequence.key]
             self.forget_draining(sequence)
@@ -258,11 +263,11 @@ class RankState:
         """Make the slot's full columns among its first `num_computed` known tokens findable."""
         sequence, block_size = self.batch.at(slot), self.setup.block_size
         num_full = num_computed // block_size
-        if not num_full:
-            return
         token_ids = self.batch.token_ids[slot, : num_full * block_size]
         extend_block_hashes(sequence.block_hashes, token_ids, block_size, sequence.extra_keys)
         first = int(self.batch.num_cached_columns[slot])
+        if num_full <= first:
+            return
         self.cached_in_step.update(
             self.kv.cache(self.batch.table(slot), sequence.block_hashes, first, num_full, token_ids)
         )
@@ -304,15 +309,20 @@ class RankState:
         loading = [s for s in self.deferred.values() if s.state is SequenceState.WAITING_FOR_KV_LOAD]
         assert self.num_loading == len(loading), "loads miscounted"
         assert all(sequence.num_draining >= 0 for sequence in self.sequences.values()), "drained too much"
-        in_flight = np.zeros(len(self.batch.sequences), np.int64)
-        for flight in self.flights:
-            live = self.batch.epoch[flight.slots] == flight.epochs
-            in_flight[flight.slots[live]] += flight.num_tokens[live]
-        assert (in_flight == self.batch.num_in_flight * (self.batch.epoch >= 0)).all(), "tokens in flight miscounted"
+        if self.setup.async_scheduling:
+            in_flight = np.zeros(len(self.batch.sequences), np.int64)
+            for flight in self.flights:
+                live = self.batch.epoch[flight.slots] == flight.epochs
+                in_flight[flight.slots[live]] += flight.num_tokens[live]
+            taken = self.batch.epoch >= 0
+            assert (in_flight == self.batch.num_in_flight * taken).all(), "tokens in flight miscounted"
         batch = self.batch
         for slot in batch.order.tolist():
             computed, known = int(batch.num_computed[slot]), int(batch.num_tokens[slot])
-            assert computed <= known + int(batch.num_placeholders[slot]), f"slot {slot}: more computed than known"
+            num_coming = int(batch.num_placeholders[slot])
+            if not self.setup.async_scheduling and self.flights:
+                num_coming = self.config.num_speculative_tokens
+            assert computed <= known + num_coming, f"slot {slot}: more computed than known"
             assert batch.num_columns[slot] * self.setup.block_size >= computed, f"slot {slot} lacks blocks"
             assert known <= self.setup.max_model_len, f"slot {slot}: too long"
         if self.encoder is not None:
@@ -326,7 +336,13 @@ class RankState:
             return False
         return connector.may_load_async(request)
 
-    def _leave_slot(self, slot: int, *, is_over: bool = False) -> Sequence:
+    def _leave_slot(self, slot: int, *, is_over: bool = False, caches: bool = True) -> Sequence:
+        if caches and self.caches and (self.setup.async_scheduling or not self.flights):
+            # What is full by now, and was not left to a step in flight.
+            self.cache_full_columns(
+                slot,
+                int(min(self.batch.num_computed[slot] - self.batch.num_in_flight[slot], self.batch.num_tokens[slot])),
+            )
         table = self.batch.table(slot).copy()
         self.extensions.pop(slot, None)
         sequence = self.batch.remove(slot)

@@ -13,6 +13,7 @@ from rank_scheduler.rank_state import Flight, RankState
 from rank_scheduler.repetition import is_repeating
 from rank_scheduler.sequence import RequestEvent, Sequence
 from rank_scheduler.sessions import Sessions
+from rank_scheduler.steady_batch import SteadyBatch
 
 
 @dataclass(slots=True)
@@ -27,7 +28,8 @@ class OwnerTokens:
     def add(self, wire_id: int, token: int, logprobs: TokenLogprobs | None, is_first: bool) -> None:
         if logprobs is not None:
             self.logprobs[len(self.tokens)] = logprobs
-        self.ids.append(wire_id)
+        # A steady step's list is used by all of them.
+        self.ids = [*self.ids, wire_id]
         self.tokens.append(token)
         if is_first:
             self.first_token_ids.append(wire_id)
@@ -36,9 +38,11 @@ class OwnerTokens:
 class ResultIntake:
     """Works on a rank's state; its own are the tokens for frames not made yet."""
 
-    def __init__(self, state: RankState, sessions: Sessions) -> None:
+    def __init__(self, state: RankState, sessions: Sessions, steady: SteadyBatch) -> None:
         self._state = state
+        self._steady = steady
         self._sessions = sessions
+        self._is_async = state.setup.async_scheduling
         self._eos = sorted(state.setup.eos_token_ids)
         self._tokens: dict[int, OwnerTokens] = {}
         self._last_update = float("-inf")
@@ -57,6 +61,9 @@ class ResultIntake:
             self._fail_rows(flight, problem, now)
             return
         slots = flight.slots
+        if flight.steady_version == batch.version and self._take_steady(flight, result, now):
+            return
+        self._steady.forget_figures()
         live = batch.epoch[slots] == flight.epochs
         everybody = bool(live.all())
         self._settle(slots, live, everybody, flight)
@@ -94,6 +101,30 @@ class ResultIntake:
                 state.encoder.discard(identifier)
         self._fail_rows(flight, message, now)
 
+    def _take_steady(self, flight: Flight, result: StepResult, now: float) -> bool:
+        """A step that nobody has left or joined since it was planned; False, with nothing changed, if not so plain."""
+        state, batch = self._state, self._state.batch
+        if result.logprobs:
+            return False
+        rows = self._steady.take(flight.slots, result)
+        if rows is None:
+            return False
+        slots, tokens = flight.slots, result.tokens[:, 0]
+        state.num_generated_tokens += len(slots)
+        state.stats.num_generated_tokens += len(slots)
+        for owner, (mine, ids) in self._steady.ids.items():
+            out = self._tokens.get(owner)
+            if out is None:
+                self._tokens[owner] = OwnerTokens(ids, tokens[mine].tolist())
+            else:
+                out.ids = out.ids + ids
+                out.tokens += tokens[mine].tolist()
+        for row in rows.tolist():
+            slot = int(slots[row])
+            sequence = batch.at(slot)
+            self._check(sequence, int(tokens[row]), int(batch.num_tokens[slot]), int(batch.max_total[slot]), now)
+        return True
+
     # ---- rows ----
 
     def _fail_rows(self, flight: Flight, message: str, now: float) -> None:
@@ -113,10 +144,12 @@ class ResultIntake:
     def _settle(self, slots: Int32Array, live: BoolArray, everybody: bool, flight: Flight) -> None:
         batch = self._state.batch
         if everybody:
-            batch.num_in_flight[slots] -= flight.num_tokens
+            if self._is_async:
+                batch.num_in_flight[slots] -= flight.num_tokens
             self._state.num_prompt_tokens += int(flight.num_tokens[flight.in_prompt].sum())
             return
-        batch.num_in_flight[slots[live]] -= flight.num_tokens[live]
+        if self._is_async:
+            batch.num_in_flight[slots[live]] -= flight.num_tokens[live]
         self._state.num_prompt_tokens += int(flight.num_tokens[flight.in_prompt & live].sum())
 
     def _end_rows(
@@ -184,7 +217,6 @@ class ResultIntake:
         tokens = tokens[tokens >= 0][: num_drafts + 1].tolist()
         num_accepted = len(tokens) - 1
         batch.num_computed[slot] -= num_drafts - num_accepted
-        batch.num_placeholders[slot] -= num_drafts + 1
         stats = state.stats
         stats.num_drafts += 1
         stats.num_draft_tokens += num_drafts
@@ -222,7 +254,8 @@ class ResultIntake:
         batch.token_ids[slots, at] = tokens
         totals = at + 1
         batch.num_tokens[slots] = totals
-        batch.num_placeholders[slots] -= 1
+        if self._is_async:
+            batch.num_placeholders[slots] -= 1
         state.num_generated_tokens += len(slots)
         state.stats.num_generated_tokens += len(slots)
         is_first = at == batch.num_prompt[slots]
@@ -267,7 +300,7 @@ class ResultIntake:
                 for index, row in enumerate(places, len(out.tokens)):
                     if row in result.logprobs:
                         out.logprobs[index] = result.logprobs[row][0]
-            out.ids += ids[mine].tolist()
+            out.ids = out.ids + ids[mine].tolist()
             out.tokens += tokens[mine].tolist()
             firsts = is_first[mine]
             if firsts.any():

@@ -159,7 +159,13 @@ class RunningPass:
         growing = slots[lacking]
         num_new = -(-ends[lacking] // self._block_size) - batch.num_columns[growing]
         if int(num_new.sum()) * state.kv.num_groups <= state.kv.pool.num_free_blocks:
-            self._append(np.repeat(growing, num_new), draft)
+            if int(num_new.max()) == 1:
+                columns = state.kv.take_columns(len(growing))
+                batch.append_column(growing, columns)
+                draft.appended_slots.append(growing)
+                draft.appended_columns.append(columns)
+            else:
+                self._append(np.repeat(growing, num_new), draft)
             return
         if not may_preempt:
             # All others have their part of this step already.

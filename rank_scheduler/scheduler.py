@@ -23,6 +23,7 @@ from rank_scheduler.running_pass import RunningPass, StepDraft
 from rank_scheduler.sequence import RequestEvent, Sequence, SequenceState
 from rank_scheduler.sessions import Sessions
 from rank_scheduler.stats import StepStats
+from rank_scheduler.steady_batch import SteadyBatch
 from rank_scheduler.stop_strings import StopStringMatcher
 from rank_scheduler.structured_output import CompileGrammar, GrammarMatcher
 from rank_scheduler.waiting_pass import WaitingPass
@@ -53,7 +54,8 @@ class Scheduler:
         self._waiting = WaitingPass(self._state)
         self._builder = PlanBuilder(self._state)
         self._sessions = Sessions(self._state)
-        self._intake = ResultIntake(self._state, self._sessions)
+        self._steady = SteadyBatch(self._state, self._builder)
+        self._intake = ResultIntake(self._state, self._sessions, self._steady)
         self._early: dict[int, StepResult] = {}
         """Results that came before those of earlier steps."""
         self._compile_actions: list[CompileGrammar] = []
@@ -202,6 +204,9 @@ class Scheduler:
         if len(state.flights) >= self.max_num_steps_in_flight:
             return None
         state.cached_in_step = set()
+        plan = self._steady.plan(now)
+        if plan is not None:
+            return plan
         self._waiting.begin()
         draft = self._begin(now)
         if state.pause is not PauseState.PAUSED_ALL:
@@ -212,8 +217,10 @@ class Scheduler:
         plan = self._builder.build(draft, self._waiting.entered, self._waiting.copies, now)
         if plan is None:
             self._is_stuck = not self._waiting.must_ask_again
-        elif draft.has_prefill:
+            return None
+        if draft.has_prefill:
             self._last_prefill_step = state.num_steps
+        self._steady.note(plan)
         return plan
 
     def update(self, plan: StepPlan, result: StepResult, now: float) -> dict[int, StepFrame]:

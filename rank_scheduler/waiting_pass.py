@@ -25,8 +25,7 @@ class WaitingPass:
 
     def __init__(self, state: RankState) -> None:
         self._state = state
-        # An encoder-decoder model's prompt is computed with its encoder's output, which a hit would not bring.
-        self._caches = state.setup.enable_prefix_caching and not state.setup.is_encoder_decoder
+        self._caches = state.caches
         self._block_size = state.setup.block_size
         self.entered: list[NewSequence] = []
         self.copies: list[tuple[int, int]] = []
