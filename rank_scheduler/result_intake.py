@@ -228,13 +228,13 @@ class ResultIntake:
         for place in range(num_accepted):
             places[place] += 1
         for place, token in enumerate(tokens):
+            if token >= state.setup.vocab_size:
+                state.fail(sequence, f"the model runner returned {token} for a token; retry", now)
+                return
             at = int(batch.num_tokens[slot])
             batch.token_ids[slot, at] = token
             batch.num_tokens[slot] = at + 1
             self._emit(sequence, token, _logprobs_of(result, row, place), at == batch.num_prompt[slot], now)
-            if token >= state.setup.vocab_size:
-                state.fail(sequence, f"the model runner returned {token} for a token; retry", now)
-                return
             if self._check(sequence, token, at + 1, int(batch.max_total[slot]), now):
                 return
 
