@@ -224,10 +224,12 @@ class RunningPass:
         ]
         if not candidates:
             return None
+        # Where only the requester runs, giving up its own blocks would help nobody.
+        is_alone = all(slot == requester or batch.is_idle[slot] for slot in candidates)
         victim: int = min(
             candidates,
             key=lambda slot: (
-                bool(batch.is_idle[slot]),
+                bool(batch.is_idle[slot]) is not is_alone,
                 -int(batch.priority[slot]) if self._by_priority else 0,
                 0 if last else int(batch.num_computed[slot]),
             ),

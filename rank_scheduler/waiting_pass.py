@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import islice
+from itertools import chain, islice
 
 import numpy as np
 
@@ -78,10 +78,30 @@ class WaitingPass:
         state = self._state
         state.pass_number += 1
         if state.pause is PauseState.UNPAUSED:
+            self._take_from_idle(now)
             self._start_loads(now)
         state.pass_obstacle = self._admit(draft, now)
         if not draft.defer_prefills:
             self.is_capacity_bound = bool(state.waiting)
+
+    def _take_from_idle(self, now: float) -> None:
+        """Where nobody runs, and so nobody will make room, sessions between two turns give way to the first in line."""
+        state, batch = self._state, self._state.batch
+        first = next(chain(state.loaded, state.waiting, state.load_candidates), None)
+        if first is None or batch.num_idle < len(batch) or state.num_loading or state.flights:
+            return
+        while len(batch) and self._lacks_room(first):
+            slot = min(batch.order.tolist(), key=lambda slot: int(batch.num_computed[slot]))
+            state.preempt(slot, now, "it waits for input, and another request for its slot or blocks")
+
+    def _lacks_room(self, sequence: Sequence) -> bool:
+        """Whether a sequence, were it the first in line, could not be admitted now for want of a slot or of blocks."""
+        state = self._state
+        if state.num_active >= state.config.active_seqs_limit:
+            return True
+        if sequence.blocks is not None:
+            return False
+        return self._num_blocks_to_admit(sequence) + state.watermark_blocks > state.kv.pool.num_free_blocks
 
     # ---- KV loads ----
 
@@ -453,9 +473,13 @@ class WaitingPass:
         return sum(self._state.kv.num_columns(item.length) for item in sequence.encoder_inputs)
 
     def _num_blocks_to_admit(self, sequence: Sequence) -> int:
-        """At most; a full hit's copied block is not looked at."""
-        num_columns = self._state.kv.num_columns(len(sequence.token_ids))
-        return self._state.kv.num_needed(self._probe(sequence), num_columns) + self._num_cross_blocks(sequence)
+        num_tokens = len(sequence.token_ids)
+        hit = self._probe(sequence)
+        if hit.num_columns * self._block_size == num_tokens:
+            # Its last block is copied, or computed again.
+            hit.drop_last()
+        num_columns = self._state.kv.num_columns(num_tokens)
+        return self._state.kv.num_needed(hit, num_columns) + self._num_cross_blocks(sequence)
 
     def _lower_priority(self, priority: int) -> list[int]:
         """Slots of strictly lower priority, the worst first; of equals the one that loses least, or came last."""
