@@ -76,7 +76,7 @@ def test_a_stop_token_among_the_drafts_ends_the_request_there():
 def test_no_draft_stands_beyond_the_last_token():
     rank = make_rank()
     right = expected(prompt_of(6), 3)
-    drafted(rank, prompt_of(6), right[1:3] + [1], max_tokens=3)
+    drafted(rank, prompt_of(6), [*right[1:3], 1], max_tokens=3)
     assert rank.step().num_drafts.tolist() == [1]
     assert rank.tokens[1] == right
     assert rank.ends[1].reason is FinishReason.LENGTH
