@@ -16,8 +16,8 @@ import msgspec
 from rank_scheduler.messages import Explained
 from router.errors import invalid
 
-MAX_REQUEST_ID_CHARACTERS = 128
-_REQUEST_ID = re.compile(r"(chatcmpl|cmpl)-[A-Za-z0-9_.:-]+")
+MAX_REQUEST_ID_CHARACTERS = 137  # of which 128 may be the client's
+_REQUEST_ID = re.compile(r"(chatcmpl|cmpl)-[\x21-\x7e]+")
 
 IN_ROUTER = "in_router"
 """State of sequences that no rank has yet."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -74,10 +73,13 @@ class _Format:
     _object: str
     _chunk_object: str
 
-    def __init__(self, model: str, table: TokenTable, *, wants_logprobs: bool, include_usage: bool) -> None:
+    def __init__(
+        self, own_id: str, model: str, table: TokenTable, *, wants_logprobs: bool, include_usage: bool
+    ) -> None:
+        """`own_id`: the client's X-Request-Id, or one that was made up."""
         self._table = table
         self._wants_logprobs = wants_logprobs
-        self.request_id = f"{self._id_prefix}-{uuid.uuid4().hex}"
+        self.request_id = f"{self._id_prefix}-{own_id}"
         self._head = {"id": self.request_id, "created": int(time.time()), "model": model}
         self._usage_null: dict[str, Any] = {"usage": None} if include_usage else {}
         head = _encode({**self._head, "object": self._chunk_object, **self._usage_null, "choices": []})
@@ -169,8 +171,10 @@ class CompletionFormat(_Format):
     _object = "text_completion"
     _chunk_object = "text_completion"
 
-    def __init__(self, model: str, table: TokenTable, *, wants_logprobs: bool, include_usage: bool) -> None:
-        super().__init__(model, table, wants_logprobs=wants_logprobs, include_usage=include_usage)
+    def __init__(
+        self, own_id: str, model: str, table: TokenTable, *, wants_logprobs: bool, include_usage: bool
+    ) -> None:
+        super().__init__(own_id, model, table, wants_logprobs=wants_logprobs, include_usage=include_usage)
         self._offsets: dict[int, int] = {}
         """Choice → characters of its tokens so far."""
 

@@ -52,10 +52,11 @@ def build_app(service: RouterService) -> FastAPI:
 
 def _add_generation_routes(app: FastAPI, service: RouterService) -> None:
     def answer(
-        request: ChatCompletionRequest | CompletionRequest, kind: type[ChatFormat | CompletionFormat]
+        request: ChatCompletionRequest | CompletionRequest, kind: type[ChatFormat | CompletionFormat], own_id: str
     ) -> Response:
         _check_model(service, request.model)
         form: Format = kind(
+            own_id,
             service.settings.model_name,
             service.tokenizer.table,
             wants_logprobs=request.num_logprobs is not None,
@@ -66,12 +67,12 @@ def _add_generation_routes(app: FastAPI, service: RouterService) -> None:
     @app.post("/v1/chat/completions", openapi_extra=_body_schema(ChatCompletionRequest))
     async def chat_completions(request: Request) -> Response:
         """Answer to a conversation."""
-        return answer(parse(await request.body(), ChatCompletionRequest), ChatFormat)
+        return answer(parse(await request.body(), ChatCompletionRequest), ChatFormat, request.state.request_id)
 
     @app.post("/v1/completions", openapi_extra=_body_schema(CompletionRequest))
     async def completions(request: Request) -> Response:
         """Continuation of one or more prompts."""
-        return answer(parse(await request.body(), CompletionRequest), CompletionFormat)
+        return answer(parse(await request.body(), CompletionRequest), CompletionFormat, request.state.request_id)
 
 
 def _add_token_routes(app: FastAPI, service: RouterService) -> None:

@@ -48,6 +48,7 @@ class HttpEdge:
         request_id = headers.get(b"x-request-id", b"")
         if not _REQUEST_ID.fullmatch(request_id):
             request_id = uuid.uuid4().hex.encode()
+        scope.setdefault("state", {})["request_id"] = request_id.decode()
         has_started = False
         num_received = 0
         timed_send = TimedSend(send, self._send_timeout_s)
