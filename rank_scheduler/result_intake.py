@@ -142,15 +142,17 @@ class ResultIntake:
         state.release_passed_fences()
 
     def _settle(self, slots: Int32Array, live: BoolArray, everybody: bool, flight: Flight) -> None:
-        batch = self._state.batch
-        if everybody:
-            if self._is_async:
-                batch.num_in_flight[slots] -= flight.num_tokens
-            self._state.num_prompt_tokens += int(flight.num_tokens[flight.in_prompt].sum())
-            return
-        if self._is_async:
+        state, batch = self._state, self._state.batch
+        in_prompt = flight.in_prompt
+        if not everybody:
+            in_prompt = in_prompt & live
+        if self._is_async and everybody:
+            batch.num_in_flight[slots] -= flight.num_tokens
+        elif self._is_async:
             batch.num_in_flight[slots[live]] -= flight.num_tokens[live]
-        self._state.num_prompt_tokens += int(flight.num_tokens[flight.in_prompt & live].sum())
+        num_prompt_tokens = int(flight.num_tokens[in_prompt].sum())
+        state.num_prompt_tokens += num_prompt_tokens
+        state.stats.num_prompt_tokens += num_prompt_tokens
 
     def _end_rows(
         self, flight: Flight, result: StepResult, live: BoolArray, sampled: BoolArray, now: float

@@ -82,6 +82,7 @@ class Sessions:
             sequence.move(SequenceState.RUNNING)
             max_total = min(total + extend.max_tokens, setup.max_model_len)
             state.batch.extend(slot, num_kept, token_ids, max_total)
+            state.may_have_prefills = True
             state.extensions[slot] = Extension(slot, num_kept, token_ids, extend.max_tokens)
         else:
             del state.deferred[sequence.key]
