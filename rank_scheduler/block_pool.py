@@ -15,6 +15,8 @@ from rank_scheduler.kv_events import AllBlocksCleared, BlockRemoved, KvEvent
 
 NULL_BLOCK = 0
 
+_LOOKUP_STEP = 64
+
 
 class BlockPool:
     """Owner of every block's reference count and hash. All operations are O(blocks touched)."""
@@ -51,13 +53,11 @@ class BlockPool:
         if count > len(self._free):
             raise ValueError(f"{count} blocks asked for, {len(self._free)} are free")
         pop, hashes, ref_counts = self._free.popitem, self._hashes, self._ref_counts
-        blocks = []
-        for _ in range(count):
-            block, _ = pop(False)
+        blocks = [pop(False)[0] for _ in range(count)]
+        for block in blocks:
+            ref_counts[block] = 1
             if hashes[block] is not None:
                 self.forget(block)
-            ref_counts[block] = 1
-            blocks.append(block)
         return blocks
 
     def touch(self, blocks: Iterable[int]) -> None:
@@ -77,8 +77,8 @@ class BlockPool:
         for block in reversed(blocks):
             if block == NULL_BLOCK:
                 continue
-            ref_counts[block] -= 1
-            if ref_counts[block] == 0:
+            count = ref_counts[block] = ref_counts[block] - 1
+            if not count:
                 free[block] = None
                 if hashes[block] is None:
                     free.move_to_end(block, last=False)
@@ -93,6 +93,19 @@ class BlockPool:
         self._groups[block] = group
         self.version += 1
         return True
+
+    def cache_all(self, blocks: Sequence[int], hashes: Sequence[bytes], group: int = 0) -> Sequence[int]:
+        """`cache` for each pair; returns the blocks that answer now. No block may be cached already."""
+        known = self._block_of_hash[group]
+        if not known.keys().isdisjoint(hashes):
+            return [block for block, one in zip(blocks, hashes, strict=True) if self.cache(block, one, group)]
+        known.update(zip(hashes, blocks, strict=True))
+        own_hashes, groups = self._hashes, self._groups
+        for block, block_hash in zip(blocks, hashes, strict=True):
+            own_hashes[block] = block_hash
+            groups[block] = group
+        self.version += 1
+        return blocks
 
     def is_cached(self, block: int) -> bool:
         return self._hashes[block] is not None
@@ -124,26 +137,27 @@ class BlockPool:
         """The block that answers for this hash. No side effects."""
         return self._block_of_hash[group].get(block_hash)
 
-    def lookup(self, hashes: Iterable[bytes], group: int = 0) -> list[int]:
+    def lookup(self, hashes: Sequence[bytes], group: int = 0) -> list[int]:
         """Blocks of the longest cached run from the first hash on. No side effects."""
         find = self._block_of_hash[group].get
-        blocks = []
-        for block_hash in hashes:
-            block = find(block_hash)
-            if block is None:
+        blocks: list[int] = []
+        for start in range(0, len(hashes), _LOOKUP_STEP):
+            found = list(map(find, hashes[start : start + _LOOKUP_STEP]))
+            if None in found:
+                blocks += found[: found.index(None)]  # type: ignore[arg-type]
                 break
-            blocks.append(block)
+            blocks += found  # type: ignore[arg-type]
         return blocks
 
     def num_unheld(self, blocks: Iterable[int]) -> int:
         """How many of `blocks` lie in the free list (and would leave it when touched)."""
-        ref_counts = self._ref_counts
-        return sum(not ref_counts[block] and block != NULL_BLOCK for block in blocks)
+        counts = [self._ref_counts[block] for block in blocks if block]
+        return counts.count(0)
 
     def num_sole_references(self, blocks: Iterable[int]) -> int:
         """How many of `blocks` would become free if one holder let go of them."""
-        ref_counts = self._ref_counts
-        return sum(ref_counts[block] == 1 for block in blocks)
+        counts = [self._ref_counts[block] for block in blocks]
+        return counts.count(1)
 
     def check_integrity(self, held: Iterable[int]) -> None:
         """Assert that the references are exactly those in `held` (one entry per reference, null blocks aside)."""

@@ -92,6 +92,10 @@ class KvCacheManager:
 
         The caller has seen that `num_needed` blocks are free.
         """
+        if self.num_groups == 1 and not self._windows:
+            (held,) = hit.blocks
+            self.pool.touch(held)
+            return np.array([held + self.pool.allocate(num_columns - hit.num_columns)], np.int32)
         table = np.empty((self.num_groups, num_columns), np.int32)
         for row, blocks in zip(table, hit.blocks, strict=True):
             self.pool.touch(block for block in blocks if block != NULL_BLOCK)
@@ -142,23 +146,21 @@ class KvCacheManager:
         the first one that is cached ends the search.
         """
         added: list[int] = []
-        for group, row in enumerate(table[:, :num_full].tolist()):
-            first = num_full
-            while first > first_column and row[first - 1] != NULL_BLOCK and not self.pool.is_cached(row[first - 1]):
+        is_cached = self.pool.is_cached
+        for group, row in enumerate(table[:, first_column:num_full].tolist()):
+            first = len(row)
+            while first and row[first - 1] != NULL_BLOCK and not is_cached(row[first - 1]):
                 first -= 1
-            stored_from = None
-            for column in range(first, num_full):
-                if self.pool.cache(row[column], hashes[column], group):
-                    added.append(row[column])
-                    stored_from = column if stored_from is None else stored_from
-            if self._emit_events and stored_from is not None:
-                self._stored(hashes, stored_from, num_full, token_ids, group)
+            fresh, column = row[first:], first_column + first
+            cached = self.pool.cache_all(fresh, hashes[column:num_full], group)
+            added += cached
+            if self._emit_events and cached:
+                self._stored(hashes, column + fresh.index(cached[0]), num_full, token_ids, group)
         return added
 
     def cache_next(self, blocks: list[int], hashes: list[bytes]) -> list[int]:
         """`cache` for one new column each of many sequences, where there is one group and nobody wants events."""
-        pool_cache = self.pool.cache
-        return [block for block, block_hash in zip(blocks, hashes, strict=True) if pool_cache(block, block_hash)]
+        return list(self.pool.cache_all(blocks, hashes))
 
     @property
     def caches_in_bulk(self) -> bool:

@@ -51,10 +51,41 @@ class ExtraKeys:
         return _prefixed(salt) + b"".join(overlapping) if salt or overlapping else b""
 
 
+class HashMemo:
+    """Hashes of stretches of tokens that came lately, so that a prefix that comes again is not hashed again.
+
+    Keys are the tokens themselves, with the hash that they follow: what is found is exact. Stretches have
+    `NUM_BLOCKS` blocks and begin at multiples of it. When it is full, the older half goes.
+    """
+
+    NUM_BLOCKS = 16
+
+    def __init__(self, capacity: int = 4096) -> None:
+        """`capacity` in stretches; one of 256 tokens takes about 2 KB."""
+        self._capacity = capacity
+        self._hashes: dict[tuple[bytes, bytes], list[bytes]] = {}
+
+    def get(self, parent: bytes, tokens: bytes) -> list[bytes] | None:
+        """Hashes of the blocks of `tokens` (little-endian int32) behind the block with hash `parent`."""
+        return self._hashes.get((parent, tokens))
+
+    def put(self, parent: bytes, tokens: bytes, hashes: list[bytes]) -> None:
+        if len(self._hashes) >= self._capacity:
+            for key in list(self._hashes)[: self._capacity // 2]:
+                del self._hashes[key]
+        self._hashes[parent, tokens] = hashes
+
+
 def extend_block_hashes(
-    hashes: list[bytes], token_ids: Int32Array, block_size: int, extra: ExtraKeys | None = None
+    hashes: list[bytes],
+    token_ids: Int32Array,
+    block_size: int,
+    extra: ExtraKeys | None = None,
+    memo: HashMemo | None = None,
 ) -> None:
     """Append to `hashes` until every full block of `token_ids` (shape [n]) has one."""
+    if memo is not None and extra is None and len(hashes) % HashMemo.NUM_BLOCKS == 0:
+        _extend_by_memo(hashes, token_ids, block_size, memo)
     first, num_blocks = len(hashes), len(token_ids) // block_size
     if first >= num_blocks:
         return
@@ -68,6 +99,28 @@ def extend_block_hashes(
             parent = sha256(parent + row + keys).digest()
             hashes.append(parent)
     hashes += [parent := sha256(parent + row).digest() for row in rows[num_keyed:]]
+
+
+def _extend_by_memo(hashes: list[bytes], token_ids: Int32Array, block_size: int, memo: HashMemo) -> None:
+    """Append the hashes of whole stretches; those that are new are remembered."""
+    stretch = HashMemo.NUM_BLOCKS * block_size
+    first = len(hashes) * block_size
+    num_stretches = (len(token_ids) - first) // stretch
+    if num_stretches <= 0:
+        return
+    parent = hashes[-1] if hashes else ROOT_HASH
+    rows = _row_bytes(token_ids[first : first + num_stretches * stretch].reshape(num_stretches, stretch))
+    for index, row in enumerate(rows):
+        known = memo.get(parent, row)
+        if known is None:
+            known = []
+            at = first + index * stretch
+            for block in _row_bytes(token_ids[at : at + stretch].reshape(-1, block_size)):
+                parent = hashlib.sha256(parent + block).digest()
+                known.append(parent)
+            memo.put(hashes[-1] if hashes else ROOT_HASH, row, known)
+        hashes += known
+        parent = known[-1]
 
 
 def hash_blocks(parents: Sequence[bytes], token_rows: Int32Array) -> list[bytes]:

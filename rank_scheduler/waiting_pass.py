@@ -392,6 +392,7 @@ class WaitingPass:
         if not sequence.num_preemptions:
             sequence.num_cached_tokens = num_computed
         slot = self._enter(sequence, table, num_computed, now)
+        state.batch.num_cached_columns[slot] = hit.num_columns
         if num_external:
             assert state.setup.connector is not None
             assert sequence.kv_request is not None
@@ -441,7 +442,13 @@ class WaitingPass:
         """Cached prefix of a waiting sequence. No side effects but that its hashes are known from now on."""
         if not self._caches:
             return PrefixHit(0, [[] for _ in range(self._state.kv.num_groups)])
-        extend_block_hashes(sequence.block_hashes, sequence.token_ids, self._block_size, sequence.extra_keys)
+        extend_block_hashes(
+            sequence.block_hashes,
+            sequence.token_ids,
+            self._block_size,
+            sequence.extra_keys,
+            self._state.hash_memo,
+        )
         if not sequence.reads_prefix_cache:
             return PrefixHit(0, [[] for _ in range(self._state.kv.num_groups)])
         hashes = sequence.block_hashes
