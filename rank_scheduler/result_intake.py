@@ -300,8 +300,9 @@ class ResultIntake:
             if result.logprobs:
                 places = (np.arange(len(slots)) if rows is None else rows)[mine].tolist()
                 for index, row in enumerate(places, len(out.tokens)):
-                    if row in result.logprobs:
-                        out.logprobs[index] = result.logprobs[row][0]
+                    logprobs = _logprobs_of(result, row, 0)
+                    if logprobs is not None:
+                        out.logprobs[index] = logprobs
             out.ids = out.ids + ids[mine].tolist()
             out.tokens += tokens[mine].tolist()
             firsts = is_first[mine]
@@ -425,10 +426,15 @@ class ResultIntake:
     def _why_malformed(self, result: StepResult, flight: Flight) -> str | None:
         tokens = result.tokens
         width = 1 + (int(flight.num_drafts.max()) if flight.num_drafts is not None else 0)
-        if tokens.ndim != 2 or tokens.shape[0] != len(flight.slots) or (len(flight.slots) and tokens.shape[1] < width):
-            return f"the model runner returned tokens of shape {tokens.shape} for {len(flight.slots)} rows; retry"
+        num_rows = len(flight.slots)
+        if tokens.ndim != 2 or tokens.shape[0] != num_rows or (num_rows and tokens.shape[1] < width):
+            return f"the model runner returned tokens of shape {tokens.shape} for {num_rows} rows; retry"
+        if tokens.dtype != np.int32:
+            return f"the model runner returned tokens of type {tokens.dtype}, not int32; retry"
         return None
 
 
 def _logprobs_of(result: StepResult, row: int, place: int) -> TokenLogprobs | None:
-    return result.logprobs[row][place] if row in result.logprobs else None
+    """None: it did not ask, or the runner left it out."""
+    logprobs = result.logprobs.get(row, [])
+    return logprobs[place] if place < len(logprobs) else None

@@ -235,8 +235,7 @@ class Scheduler:
             self._early[plan.step] = result
             return self.take_frames()
         self._intake.take(result, now)
-        while state.flights and state.flights[0].step in self._early:
-            self._intake.take(self._early.pop(state.flights[0].step), now)
+        self._take_early(now)
         return self._frames()
 
     def fail(self, plan: StepPlan, message: str, now: float) -> dict[int, StepFrame]:
@@ -252,6 +251,7 @@ class Scheduler:
             return self.take_frames()
         self._early.pop(plan.step, None)
         self._intake.fail(flight, plan, message, now)
+        self._take_early(now)
         return self._frames()
 
     def take_frames(self) -> dict[int, StepFrame]:
@@ -332,6 +332,12 @@ class Scheduler:
         order = batch.order
         known = batch.num_tokens[order] + batch.num_placeholders[order]
         return bool(((known - batch.num_computed[order] <= 1) & ~batch.is_idle[order]).any())
+
+    def _take_early(self, now: float) -> None:
+        """Results that came before those of earlier steps, as far as it is their turn now."""
+        flights = self._state.flights
+        while flights and flights[0].step in self._early:
+            self._intake.take(self._early.pop(flights[0].step), now)
 
     def _num_waiting_tokens(self) -> int:
         """Prompt tokens still to be computed."""
