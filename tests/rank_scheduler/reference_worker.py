@@ -13,6 +13,7 @@ import json
 import logging
 import random
 import sys
+import traceback
 from collections import Counter, deque
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -64,7 +65,8 @@ class Seen:
     """A step as a scheduler decided it; requests by number."""
 
     tokens: dict[int, int] = field(default_factory=dict)
-    admitted: list[int] = field(default_factory=list)
+    admitted: list[tuple[int, int]] = field(default_factory=list)
+    """With the tokens that they have computed already."""
     preempted: list[int] = field(default_factory=list)
 
 
@@ -126,7 +128,7 @@ class OurSide:
         for new in plan.new_sequences:
             request = int(new.token_ids[new.num_prompt_tokens - 1]) - FIRST_TAG
             self.request_of[new.slot], self.computed[new.slot] = request, new.num_computed_tokens
-            seen.admitted.append(request)
+            seen.admitted.append((request, new.num_computed_tokens))
         tokens = np.full((len(plan.slots), 1), -1, np.int32)
         rows = zip(plan.slots.tolist(), plan.num_tokens.tolist(), plan.samples.tolist(), strict=True)
         for row, (slot, count, samples) in enumerate(rows):
@@ -166,8 +168,10 @@ class ReferenceSide:
         self.interval: int = workload.options.config.get("prefill_schedule_interval", 1)
         self.num_executed = 0
         self.last_prefill = -self.interval
+        self.order: dict[str, int] = {}
 
     def add(self, arrival: Arrival) -> None:
+        self.order[str(arrival.request)] = len(self.order)
         self.rig.add(arrival.request, arrival.prompt, arrival.max_tokens, arrival.priority, arrival.ignore_eos)
 
     def abort(self, request: int) -> None:
@@ -177,9 +181,11 @@ class ReferenceSide:
         scheduler = self.rig.scheduler
         chunked = {request.request_id for request in scheduler.running if request.is_prefill_chunk}
         step = scheduler.schedule(self.num_executed - self.last_prefill < self.interval)
+        # Its lists of new and resumed requests come one after the other; the order of admission is that of the counts.
+        entered = {new.req_id: new.num_computed_tokens for new in step.scheduled_new_reqs}
         seen = Seen(
             tokens={int(name): count for name, count in step.num_scheduled_tokens.items()},
-            admitted=[int(new.req_id) for new in step.scheduled_new_reqs],
+            admitted=[(int(name), entered[name]) for name in step.num_scheduled_tokens if name in entered],
             preempted=[int(name) for name in step.preempted_req_ids or ()],
         )
         if not step.num_scheduled_tokens:
@@ -220,7 +226,8 @@ def make_workload(kind: str, seed: int) -> Workload:
     budget = rng.choice([max_num_seqs, 16, 33, 64, 128, 512])
     num_blocks = num_requests * MAX_MODEL_LEN // BLOCK_SIZE + 2
     max_prompt = rng.choice([20, 100, 300])
-    if kind in ("tight", "thrash"):
+    is_scarce = kind in ("tight", "thrash")
+    if is_scarce:
         # The reference only checks that a prompt's later chunks would fit, ours takes their blocks: so either all
         # prompts come in one piece, or nobody looks at later chunks.
         if kind == "tight":
@@ -234,14 +241,17 @@ def make_workload(kind: str, seed: int) -> Workload:
         max_prompt = rng.choice([50, 150])
         config["watermark"] = rng.choice([0.0, 0.0, 0.05, 0.2])
     elif kind == "priority":
-        # A slot for each: for want of one, ours preempts.
+        # A slot for each, and prompts in one piece: for want of a slot ours preempts, and a running prompt's next
+        # chunk does not go before a waiting request of higher priority.
         config["policy"] = "priority"
         max_num_seqs = num_requests
+        config["enable_chunked_prefill"] = False
+        budget = MAX_MODEL_LEN
     elif kind == "cadence":
         config["prefill_schedule_interval"] = rng.randint(2, 8)
     if kind in ("plenty", "priority", "cadence"):
         config["watermark"] = rng.choice([0.0, 0.01])
-        if rng.random() < 0.4:
+        if kind != "priority" and rng.random() < 0.4:
             config["long_prefill_token_threshold"] = rng.choice([1, 7, 16, 40])
             config["long_prefill_token_threshold_adaptive"] = rng.random() < 0.5
         elif rng.random() < 0.3:
@@ -269,7 +279,7 @@ def make_workload(kind: str, seed: int) -> Workload:
             async_scheduling=rng.random() < 0.5,
             config=config,
         ),
-        eos_period=rng.choice([7, 40, 1000]),
+        eos_period=rng.choice([100, 1000] if is_scarce else [7, 40, 1000]),
     )
     prefixes = [[rng.randrange(100, 30_000) for _ in range(200)] for _ in range(3)]
     spread = rng.choice([1, 10, 60])
@@ -279,6 +289,8 @@ def make_workload(kind: str, seed: int) -> Workload:
         prompt = rng.choice(prefixes)[:num_shared]
         prompt = prompt + [rng.randrange(100, 30_000) for _ in range(length - 1 - len(prompt))] + [FIRST_TAG + request]
         max_tokens = rng.choice([1, 2, rng.randint(1, 40), rng.randint(1, 150)])
+        if is_scarce:
+            max_tokens += rng.randint(0, 100)
         arrival = Arrival(request, prompt, max_tokens, rng.randint(-2, 2), rng.random() < 0.5)
         step = rng.randrange(spread)
         workload.arrivals.setdefault(step, []).append(arrival)
@@ -293,6 +305,13 @@ KINDS = ("plenty", "tight", "thrash", "priority", "cadence")
 def compare(workload: Workload, counts: Counter[str]) -> Difference | None:
     """Drive both in lockstep until all is done; the first difference, or None. Counts what happened."""
     ours, reference = OurSide(workload), ReferenceSide(workload)
+    try:
+        return _drive(workload, ours, reference, counts)
+    except Exception:
+        return Difference(workload.kind, workload.seed, -1, traceback.format_exc(), "", "", repr(workload.options), [])
+
+
+def _drive(workload: Workload, ours: OurSide, reference: ReferenceSide, counts: Counter[str]) -> Difference | None:
     in_flight: deque[tuple[Any, Any]] = deque()
     arrived: set[int] = set()
     over: set[int] = set()
@@ -317,10 +336,11 @@ def compare(workload: Workload, counts: Counter[str]) -> Difference | None:
             arrived.add(arrival.request)
         (our_seen, our_flight), (reference_seen, reference_flight) = ours.schedule(), reference.schedule()
         preceding.append(f"step {step}: ours {our_seen}; reference {reference_seen}")
-        for what in ("preempted", "admitted", "tokens"):
-            mine, other = getattr(our_seen, what), getattr(reference_seen, what)
-            if (sorted(mine), sorted(other)) != (mine, other) and what == "preempted":
-                mine, other = sorted(mine), sorted(other)
+        for what, mine, other in (
+            ("preempted", sorted(our_seen.preempted), sorted(reference_seen.preempted)),
+            ("admitted", our_seen.admitted, reference_seen.admitted),
+            ("tokens", list(our_seen.tokens.items()), list(reference_seen.tokens.items())),
+        ):
             if mine != other:
                 return difference(step, what, mine, other)
         counts["steps"] += 1
