@@ -216,7 +216,8 @@ class Scheduler:
             self._running.run(draft, now, yielding=True)
         plan = self._builder.build(draft, self._waiting.entered, self._waiting.copies, now)
         if plan is None:
-            self._is_stuck = not self._waiting.must_ask_again
+            # A preemption has made room that the next turn may give away.
+            self._is_stuck = not self._waiting.must_ask_again and not draft.num_preempted
             return None
         if draft.has_prefill:
             self._last_prefill_step = state.num_steps
