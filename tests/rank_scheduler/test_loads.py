@@ -199,6 +199,20 @@ def test_a_load_never_takes_blocks_that_running_prompts_were_promised():
         assert rank.tokens[request_id] == expected(prompt_of(length, start=request_id), 2)
 
 
+def test_a_done_load_is_admitted_when_the_only_running_request_gave_up_its_blocks():
+    rank = make_rank(num_blocks=17, max_num_seqs=1, max_num_inflight_kv_loads=1)
+    rank.submit(1, prompt_of(1), 30)
+    rank.submit(2, prompt_of(56, start=2), 2, fields=external(50))
+    rank.step()
+    rank.step()
+    rank.end_load(2)
+    rank.step_until(lambda: not rank.running())
+    assert rank.scheduler.has_work()
+    rank.run()
+    assert rank.tokens[1] == expected(prompt_of(1), 30)
+    assert rank.tokens[2] == expected(prompt_of(56, start=2), 2)
+
+
 # ---- failures ----
 
 
