@@ -1,11 +1,11 @@
-# `make serve` runs the embedded model; `make test` and `make check` are what CI runs.
+# `make serve` runs the embedded model; `make test` and `make check` are what CI runs; `make soak` takes long.
 
 PYTHON ?= python3
 PORT ?= 8123
 ARGS ?=
 BIN := .venv/bin
 
-.PHONY: serve test check clean
+.PHONY: serve test soak check clean
 
 # Ctrl-C reaches make as well: it waits for the server's orderly end.
 serve: .venv/.serve-installed
@@ -13,6 +13,10 @@ serve: .venv/.serve-installed
 
 test: .venv/.dev-installed
 	$(BIN)/python -m pytest
+
+# The scheduler's random days, tens of minutes on all cores; `make test` runs their first hours only.
+soak: .venv/.dev-installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.rank_scheduler.soak --seeds 200 --steps 1000000 --workers 0
 
 check: .venv/.dev-installed
 	$(BIN)/ruff check .

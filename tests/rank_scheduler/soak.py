@@ -1,6 +1,6 @@
 """Random days in a scheduler's life: every feature, every message at any time, and all tokens checked.
 
-    python -m tests.rank_scheduler.soak --seeds 200 --steps 1000000
+    python -m tests.rank_scheduler.soak --seeds 200 --steps 1000000 --workers 0
 
 Each seed draws a configuration and a load. After every call the scheduler's invariants are checked; at the end
 every request has ended once, what was generated equals the simulated model's oracle, and nothing is held.
@@ -9,9 +9,12 @@ every request has ended once, what was generated equals the simulated model's or
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import sys
 from collections import deque
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 
 import numpy as np
 
@@ -425,19 +428,25 @@ _PERFORMANCE = PerformanceModel(
 )
 
 
+def run_seed(seed: int, num_steps: int) -> int:
+    try:
+        return Soak(seed).run(num_steps)
+    except BaseException:
+        print(f"seed {seed} failed: --first-seed {seed} --seeds 1 --steps {num_steps} repeats it", file=sys.stderr)
+        raise
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=200)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=1_000_000, help="of all seeds together")
+    parser.add_argument("--workers", type=int, default=1, help="processes; 0: one for each core")
     options = parser.parse_args()
-    total = 0
-    for seed in range(options.first_seed, options.first_seed + options.seeds):
-        try:
-            total += Soak(seed).run(options.steps // options.seeds)
-        except BaseException:
-            print(f"seed {seed} failed", file=sys.stderr)
-            raise
+    seeds = range(options.first_seed, options.first_seed + options.seeds)
+    run = partial(run_seed, num_steps=options.steps // options.seeds)
+    with ProcessPoolExecutor(options.workers or os.cpu_count()) as pool:
+        total = sum(pool.map(run, seeds))
     print(f"{total} steps over {options.seeds} seeds, all tokens right, nothing held")
 
 
