@@ -97,9 +97,14 @@ class BlockPool:
     def cache_all(self, blocks: Sequence[int], hashes: Sequence[bytes], group: int = 0) -> Sequence[int]:
         """`cache` for each pair; returns the blocks that answer now. No block may be cached already."""
         known = self._block_of_hash[group]
+        num_known = len(known)
         if not known.keys().isdisjoint(hashes):
             return [block for block, one in zip(blocks, hashes, strict=True) if self.cache(block, one, group)]
         known.update(zip(hashes, blocks, strict=True))
+        if len(known) != num_known + len(hashes):
+            # Sequences with the same content: one of their blocks answers.
+            pairs = [(block, one) for block, one in zip(blocks, hashes, strict=True) if known[one] == block]
+            blocks, hashes = [block for block, _ in pairs], [one for _, one in pairs]
         own_hashes, groups = self._hashes, self._groups
         for block, block_hash in zip(blocks, hashes, strict=True):
             own_hashes[block] = block_hash

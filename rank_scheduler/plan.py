@@ -17,8 +17,7 @@ draft at its place.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -33,8 +32,7 @@ NO_TOKENS: Int32Array = np.zeros(0, np.int32)
 NO_BLOCKS: Int32Array = np.zeros((0, 1), np.int32)
 
 
-@dataclass(frozen=True, slots=True)
-class NewSequence:
+class NewSequence(msgspec.Struct, frozen=True, eq=False):
     """A sequence that enters a slot, for the first time or again after preemption."""
 
     slot: int
@@ -49,13 +47,12 @@ class NewSequence:
     """
     num_prompt_tokens: int
     sampling: SamplingParams
-    cross_block_ids: Int32Array = field(default_factory=lambda: NO_TOKENS)
+    cross_block_ids: Int32Array = NO_TOKENS
     """Encoder-decoder models: blocks of the encoder's positions, shape [m]; static while the sequence runs."""
     encoder_inputs: tuple[EncoderInput, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Extension:
+class Extension(msgspec.Struct, frozen=True, eq=False):
     """More input for a streaming session that kept its slot."""
 
     slot: int
@@ -65,8 +62,7 @@ class Extension:
     max_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class EncoderRun:
+class EncoderRun(msgspec.Struct, frozen=True):
     """Compute an encoder item and keep its output under its identifier until a plan forgets it."""
 
     slot: int
@@ -74,8 +70,7 @@ class EncoderRun:
     item: EncoderInput
 
 
-@dataclass(frozen=True, slots=True)
-class StepPlan:
+class StepPlan(msgspec.Struct, frozen=True, eq=False):
     """What one step computes. Rows are scheduled slots; `slots`, `num_tokens`, `samples` have shape [rows].
 
     There may be no rows, when only the delta or the connector has something to do.
@@ -89,24 +84,24 @@ class StepPlan:
     """Whether the row yields tokens (false for all but the last chunk of a prompt)."""
     num_drafts: Int32Array | None = None
     """Drafts per row, shape [rows]; None: no row has any."""
-    draft_tokens: Int32Array = field(default_factory=lambda: NO_TOKENS)
+    draft_tokens: Int32Array = NO_TOKENS
     """Drafts of all rows, one after another."""
-    masked: Int32Array = field(default_factory=lambda: NO_TOKENS)
+    masked: Int32Array = NO_TOKENS
     """Which sampled positions have a mask, shape [m]. A row that samples has 1 + d of them; they count through."""
     masks: UInt32Array | None = None
     """Allowed tokens, shape [m, ceil(vocab_size / 32)], lowest bit first."""
-    freed_slots: list[int] = field(default_factory=list)
-    freed_encoder_outputs: list[bytes] = field(default_factory=list)
+    freed_slots: list[int] = []
+    freed_encoder_outputs: list[bytes] = []
     """Identifiers."""
-    block_copies: list[tuple[int, int]] = field(default_factory=list)
+    block_copies: list[tuple[int, int]] = []
     """(source, destination) block ids."""
-    new_sequences: list[NewSequence] = field(default_factory=list)
-    extensions: list[Extension] = field(default_factory=list)
-    appended_slots: Int32Array = field(default_factory=lambda: NO_TOKENS)
+    new_sequences: list[NewSequence] = []
+    extensions: list[Extension] = []
+    appended_slots: Int32Array = NO_TOKENS
     """Slot of each row of `appended_blocks`, shape [k]; a slot's rows are in order."""
-    appended_blocks: Int32Array = field(default_factory=lambda: NO_BLOCKS)
+    appended_blocks: Int32Array = NO_BLOCKS
     """One column of the slot's block tables, shape [k, num_groups]."""
-    encoder_runs: list[EncoderRun] = field(default_factory=list)
+    encoder_runs: list[EncoderRun] = []
     connector_metadata: object | None = None
     """Handed over once, also if the step fails: a load that nobody started would never end."""
 
@@ -115,15 +110,14 @@ class StepPlan:
         return int(self.num_tokens.sum())
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
+class StepResult(msgspec.Struct, frozen=True, eq=False):
     """What a step brought."""
 
     tokens: Int32Array
     """Sampled tokens per row, shape [rows, 1 + most drafts of a row], filled from the left, -1 where there is none."""
-    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    logprobs: dict[int, list[TokenLogprobs]] = {}
     """Row → logprobs of its tokens, for rows that sampled and whose request asked."""
-    failed: dict[int, str] = field(default_factory=dict)
+    failed: dict[int, str] = {}
     """Row → why no token could be taken from it (for example: logits are not finite). Ends that request only."""
-    pooled: dict[int, bytes] = field(default_factory=dict)
+    pooled: dict[int, bytes] = {}
     """Row → the pooling model's output, little-endian float32, for rows whose last position was computed."""

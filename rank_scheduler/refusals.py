@@ -34,8 +34,8 @@ def why_no_tokens(token_ids: bytes, setup: SchedulerSetup) -> str | None:
         return f"token_ids has {len(token_ids)} bytes: not a whole number of int32"
     if not token_ids:
         return "the prompt is empty: send at least one token"
-    tokens = np.frombuffer(token_ids, "<i4")
-    if tokens.min() < 0 or tokens.max() >= setup.vocab_size:
+    # Negative numbers are large ones here.
+    if np.frombuffer(token_ids, "<u4").max() >= setup.vocab_size:
         return f"the prompt has token ids outside [0, {setup.vocab_size}): check the tokenizer"
     return None
 
@@ -64,6 +64,8 @@ def _sampling(submit: Submit, config: SchedulerConfig) -> str | None:
 
 def _encoder_inputs(submit: Submit, config: SchedulerConfig, setup: SchedulerSetup) -> str | None:
     items = submit.encoder_inputs
+    if not items and not setup.is_encoder_decoder:
+        return None
     if setup.is_encoder_decoder:
         if len(items) != 1 or items[0].offset != 0:
             return f"encoder_inputs has {len(items)} items: an encoder-decoder model needs exactly one, at offset 0"

@@ -13,7 +13,7 @@ from rank_scheduler.explanation import explain
 from rank_scheduler.interface import PauseState, SchedulerSetup
 from rank_scheduler.kv_events import KvEvent
 from rank_scheduler.messages import End, Explanation, Extend, FinishReason, RankLoad, StepFrame, Submit
-from rank_scheduler.plan import StepPlan, StepResult
+from rank_scheduler.plan import Int32Array, StepPlan, StepResult
 from rank_scheduler.plan_builder import PlanBuilder
 from rank_scheduler.prefix_hash import ExtraKeys
 from rank_scheduler.rank_state import RankState
@@ -79,9 +79,11 @@ class Scheduler:
             return
         sampling = submit.sampling
         matcher = StopStringMatcher(sampling.stop, self.setup.make_text_decoder()) if sampling.stop else None
-        items = tuple((item.identifier, item.offset, item.length) for item in submit.encoder_inputs)
-        extra = ExtraKeys(submit.cache_salt, items) if submit.cache_salt or items else None
-        token_ids = np.frombuffer(submit.token_ids, "<i4").astype(np.int32)
+        extra = None
+        if submit.cache_salt or submit.encoder_inputs:
+            items = tuple((item.identifier, item.offset, item.length) for item in submit.encoder_inputs)
+            extra = ExtraKeys(submit.cache_salt, items)
+        token_ids: Int32Array = np.frombuffer(submit.token_ids, "<i4")
         sequence = Sequence(key, submit, token_ids, matcher, extra, state.num_arrivals, now)
         state.num_arrivals += 1
         if submit.kv_transfer_params is not None and self.setup.connector is not None:
@@ -228,12 +230,10 @@ class Scheduler:
         """Take in a step's result; returns the frame of each owner that has something to hear."""
         state = self._state
         self._is_stuck = False
-        if all(flight.step != plan.step for flight in state.flights):
+        if not state.flights or state.flights[0].step != plan.step:
             self.num_ignored_messages += 1
-            return self.take_frames()
-        if state.flights[0].step != plan.step:
-            self.num_ignored_messages += 1
-            self._early[plan.step] = result
+            if any(flight.step == plan.step for flight in state.flights):
+                self._early[plan.step] = result
             return self.take_frames()
         self._intake.take(result, now)
         self._take_early(now)

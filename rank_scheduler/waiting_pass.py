@@ -406,7 +406,7 @@ class WaitingPass:
         counts.append(count)
         if self._caches:
             # Already now: every layer writes a step's KV before it reads any, so the next one may share it.
-            state.cache_full_columns(slot, num_computed + count)
+            self._cache_admitted(slot, table, hit.num_columns, num_computed + count)
         return None
 
     def _enter(self, sequence: Sequence, table: Int32Array, num_computed: int, now: float) -> int:
@@ -437,6 +437,17 @@ class WaitingPass:
         return slot
 
     # ---- prefix cache ----
+
+    def _cache_admitted(self, slot: int, table: Int32Array, num_hit: int, num_computed: int) -> None:
+        state = self._state
+        if not state.kv.caches_in_bulk or not num_hit:
+            state.cache_full_columns(slot, num_computed)
+            return
+        num_full = num_computed // self._block_size
+        if num_full > num_hit:
+            hashes = state.batch.at(slot).block_hashes[num_hit:num_full]
+            state.cached_in_step.update(state.kv.cache_next(table[0, num_hit:num_full].tolist(), hashes))
+            state.batch.num_cached_columns[slot] = num_full
 
     def _probe(self, sequence: Sequence) -> PrefixHit:
         """Cached prefix of a waiting sequence. No side effects but that its hashes are known from now on."""
