@@ -149,6 +149,8 @@ class End(msgspec.Struct, frozen=True, omit_defaults=True):
     """The matched stop string, or the matched stop token id; None for end-of-sequence and all other reasons."""
     message: str = ""
     """For ERROR: what went wrong and what the caller may do."""
+    is_request_fault: bool = False
+    """For ERROR: the same request would fail again; it must be changed."""
     num_cached_tokens: int = 0
     """Prompt tokens that were found in the prefix cache."""
     pooled: bytes = b""

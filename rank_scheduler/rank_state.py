@@ -195,6 +195,7 @@ class RankState:
         *,
         stop_reason: str | int | None = None,
         message: str = "",
+        is_request_fault: bool = False,
         pooled: bytes = b"",
     ) -> None:
         """The one way out: whatever the sequence holds is given back, and its owner will hear of it."""
@@ -223,7 +224,9 @@ class RankState:
         self.ends.append(
             (
                 sequence.key[0],
-                End(sequence.key[1], reason, stop_reason, message, sequence.num_cached_tokens, pooled),
+                End(
+                    sequence.key[1], reason, stop_reason, message, is_request_fault, sequence.num_cached_tokens, pooled
+                ),
             )
         )
         sequence.strip()
@@ -233,8 +236,8 @@ class RankState:
             if len(self.ended) > NUM_REMEMBERED:
                 self.ended.popitem(last=False)
 
-    def fail(self, sequence: Sequence, message: str, now: float) -> None:
-        self.finish(sequence, FinishReason.ERROR, now, message=message)
+    def fail(self, sequence: Sequence, message: str, now: float, *, is_request_fault: bool = False) -> None:
+        self.finish(sequence, FinishReason.ERROR, now, message=message, is_request_fault=is_request_fault)
 
     def release_passed_fences(self) -> None:
         """Free what no step in flight can write any more."""

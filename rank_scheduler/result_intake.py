@@ -337,7 +337,7 @@ class ResultIntake:
             self._sessions.end_turn(sequence, FinishReason.STOP, now, stop_reason=token)
             return True
         if sequence.stop_strings is not None:
-            matched = sequence.stop_strings.push(token)
+            matched = sequence.stop_strings.push(token, may_stop=num_generated >= sampling.min_tokens)
             if matched is not None:
                 self._sessions.end_turn(sequence, FinishReason.STOP, now, stop_reason=matched)
                 return True

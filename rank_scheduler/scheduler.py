@@ -75,7 +75,7 @@ class Scheduler:
         self._is_stuck = False
         refusal = why_impossible(submit, self.config, self.setup)
         if refusal is not None:
-            state.ends.append((owner, End(submit.id, FinishReason.ERROR, message=refusal)))
+            state.ends.append((owner, End(submit.id, FinishReason.ERROR, message=refusal, is_request_fault=True)))
             return
         sampling = submit.sampling
         matcher = StopStringMatcher(sampling.stop, self.setup.make_text_decoder()) if sampling.stop else None
@@ -139,7 +139,7 @@ class Scheduler:
             return
         self._is_stuck = False
         if matcher is None:
-            self._state.fail(sequence, error or "the grammar could not be compiled", now)
+            self._state.fail(sequence, error or "the grammar could not be compiled", now, is_request_fault=True)
             return
         del self._state.deferred[sequence.key]
         sequence.grammar = matcher

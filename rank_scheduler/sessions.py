@@ -68,7 +68,7 @@ class Sessions:
         if refusal is None and extend.max_tokens < 1:
             refusal = f"max_tokens is {extend.max_tokens}: ask for at least one"
         if refusal is not None:
-            state.fail(sequence, refusal, now)
+            state.fail(sequence, refusal, now, is_request_fault=True)
             return
         token_ids = np.frombuffer(extend.token_ids, "<i4").astype(np.int32)
         total = num_kept + len(token_ids)

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 
 from rank_scheduler.messages import End, FinishReason, SamplingParams, TokenLogprobs
 from router.detokenizer import IncrementalDetokenizer, StopText
-from router.errors import ApiError, Cause
+from router.errors import ApiError, Cause, invalid
 
 _UNKNOWN_LOGPROBS = TokenLogprobs(float("-inf"))
 
@@ -38,6 +38,8 @@ class Choice:
     __slots__ = (
         "_detokenizer",
         "_logprobs",
+        "_min_tokens",
+        "_num_taken_tokens",
         "_on_prefill_done",
         "_stop_text",
         "_stream_interval",
@@ -77,6 +79,8 @@ class Choice:
         self._wants_logprobs = sampling.num_logprobs is not None
         self._detokenizer = IncrementalDetokenizer(tokenizer)
         self._stop_text = StopText(sampling.stop) if sampling.stop else None
+        self._min_tokens = sampling.min_tokens
+        self._num_taken_tokens = 0
 
     @property
     def is_ended(self) -> bool:
@@ -100,7 +104,9 @@ class Choice:
 
     def finish(self, end: End, rank_id: str) -> None:
         """The rank's last word."""
-        if end.reason is FinishReason.ERROR:
+        if end.reason is FinishReason.ERROR and end.is_request_fault:
+            self.fail(invalid(end.message))
+        elif end.reason is FinishReason.ERROR:
             self.fail(ApiError(Cause.RANK_ERROR, f"rank {rank_id} could not finish the request: {end.message}"))
         elif end.reason is FinishReason.ABORT:
             self.fail(
@@ -129,7 +135,12 @@ class Choice:
             text = self._detokenizer.step(token_ids)
         else:
             step, feed = self._detokenizer.step, stop_text.feed
-            text = "".join([feed(step([token_id])) for token_id in token_ids])
+            # The rule of the rank's scheduler: the last of `min_tokens` may already complete a stop string.
+            first = self._num_taken_tokens + 1
+            text = "".join(
+                [feed(step([token_id]), may_stop=n >= self._min_tokens) for n, token_id in enumerate(token_ids, first)]
+            )
+            self._num_taken_tokens += len(token_ids)
         if end is None:
             return Delta(self.index, text, token_ids, logprobs)
         stopped = isinstance(end.stop_reason, str)

@@ -123,11 +123,18 @@ class StopText:
     def __init__(self, stop: Sequence[str]) -> None:
         self._stop = tuple(stop)
         self._held = ""
+        self._num_exempt = 0
+        """Leading characters of `_held` within which a stop string does not count."""
         self.matched: str | None = None
 
-    def feed(self, text: str) -> str:
-        """Add the text of one token; returns what can be no part of a stop string."""
+    def feed(self, text: str, *, may_stop: bool = True) -> str:
+        """Add the text of one token; returns what can be no part of a stop string.
+
+        Not `may_stop` (`min_tokens` are not generated yet): what is complete with this text does not count.
+        """
         self._held += text
+        if not may_stop:
+            self._num_exempt = len(self._held)
         if self.matched is not None or not text:
             return ""
         begin, matched = self._find()
@@ -135,6 +142,7 @@ class StopText:
             begin = len(self._held) - self._num_held_back()
         self.matched = matched
         released, self._held = self._held[:begin], self._held[begin:]
+        self._num_exempt = max(0, self._num_exempt - begin)
         return released
 
     def end(self, stopped: bool) -> str:
@@ -145,7 +153,7 @@ class StopText:
     def _find(self) -> tuple[int, str | None]:
         earliest, matched = -1, None
         for stop in self._stop:
-            begin = self._held.find(stop)
+            begin = self._held.find(stop, max(0, self._num_exempt - len(stop) + 1))
             if begin >= 0 and (matched is None or begin < earliest):
                 earliest, matched = begin, stop
         return earliest, matched
