@@ -10,7 +10,6 @@ from model_runner.simulated import expected_pooled
 from rank_scheduler.config import SchedulerConfig, SpeculativeConfig
 from rank_scheduler.interface import KvGroup, SchedulerSetup
 from rank_scheduler.messages import Extend, FinishReason, Grammar, GrammarKind
-from rank_scheduler.plan import StepPlan
 from rank_scheduler.scheduler import Scheduler
 from tests.rank_scheduler.small_engine import SmallEngine, item, prompt_of, tokens_after
 
@@ -803,30 +802,21 @@ def test_windows_give_up_blocks_unless_all_layers_count_as_full_attention():
 
 
 class OneAtATime(Scheduler):
-    """Admits nobody while anybody runs."""
+    """Runs one request, whatever the configuration says."""
 
-    def schedule(self, now: float) -> StepPlan | None:
-        state = self._state
-        waiting = state.waiting
-        if len(state.batch):
-            state.waiting = type(waiting)(by_priority=False)
-        plan = super().schedule(now)
-        state.waiting = waiting
-        return plan
+    def __init__(self, config: SchedulerConfig, setup: SchedulerSetup) -> None:
+        super().__init__(config.model_copy(update={"max_num_seqs": 1}), setup)
 
 
 @of_field("scheduler_cls")
-def test_a_scheduler_of_ones_own_decides():
-    most = {}
-    for path in (None, f"{__name__}.OneAtATime", OneAtATime):
-        config = SchedulerConfig(max_num_batched_tokens=64, max_num_seqs=8, scheduler_cls=path)
-        engine = SmallEngine(scheduler_cls=path)
-        setup: SchedulerSetup = engine.scheduler.setup
-        engine.scheduler = config.get_scheduler_cls()(config, setup)
-        for request in range(3):
-            engine.submit(request, prompt_of(4, start=request), max_tokens=3)
-        first = engine.step_shares()
-        most[path] = len(first)
-        engine.drain()
-        assert list(engine.ends) == [0, 1, 2]
-    assert most[None] == 3
+@pytest.mark.parametrize(("scheduler_cls", "num_running"), [(None, 3), (f"{__name__}.OneAtATime", 1), (OneAtATime, 1)])
+def test_a_scheduler_of_ones_own_decides(scheduler_cls, num_running):
+    engine = SmallEngine(scheduler_cls=scheduler_cls)
+    config = engine.scheduler.config
+    engine.scheduler = config.get_scheduler_cls()(config, engine.scheduler.setup)
+    for request in range(3):
+        engine.submit(request, prompt_of(4, start=request), max_tokens=3)
+    engine.step()
+    assert len(engine.running) == num_running
+    engine.drain()
+    assert list(engine.ends) == [0, 1, 2]
