@@ -40,6 +40,8 @@ class RunningBatch:
         self.ignore_eos = np.zeros(max_num_seqs, np.bool_)
         self.watched = np.zeros(max_num_seqs, np.bool_)
         """Each new token needs a look at the sequence itself (stop tokens, stop strings, grammar, repetition)."""
+        self.is_chunk = np.zeros(max_num_seqs, np.bool_)
+        """The latest step left known tokens uncomputed; kept only where prompts have a cadence."""
         self.is_idle = np.zeros(max_num_seqs, np.bool_)
         """A session between two turns."""
         self.has_grammar = np.zeros(max_num_seqs, np.bool_)
@@ -80,6 +82,7 @@ class RunningBatch:
         self.num_computed[slot] = num_computed
         self.num_in_flight[slot] = self.num_placeholders[slot] = self.num_drafts[slot] = 0
         self.num_cached_columns[slot] = 0
+        self.is_chunk[slot] = False
         self.num_prompt[slot] = sequence.num_prompt_tokens
         self.max_total[slot] = max_total
         self.priority[slot] = sequence.priority

@@ -62,6 +62,8 @@ class PlanBuilder:
         masked, masks = NO_TOKENS, None
         if batch.num_with_grammar:
             counts, after, num_drafts, masked, masks = self._mask(slots, counts, samples, num_drafts)
+        if state.config.prefill_schedule_interval > 1:
+            batch.is_chunk[slots] = ~samples
         in_prompt = before < batch.num_prompt[slots]
         batch.num_computed[slots] = after
         if self._is_async:
@@ -108,6 +110,14 @@ class PlanBuilder:
             )
         )
         return plan
+
+    def cache_running(self, draft: StepDraft) -> None:
+        """Make findable what the draft's rows fill: those admitted in the same step may share it."""
+        if not self._caches:
+            return
+        batch = self._state.batch
+        for slots, counts in zip(draft.slots, draft.counts, strict=True):
+            self.cache(slots, np.minimum(batch.num_computed[slots] + counts, batch.num_tokens[slots]))
 
     def cache(self, slots: Int32Array, num_settled: Int32Array) -> None:
         """Make columns findable that are full of known tokens, and computed by now or in this step."""

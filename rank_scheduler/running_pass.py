@@ -50,6 +50,7 @@ class RunningPass:
         self._block_size = state.setup.block_size
         self._is_async = state.setup.async_scheduling
         self._max_drafts = state.config.num_speculative_tokens
+        self._has_cadence = state.config.prefill_schedule_interval > 1
         self._by_priority = state.config.policy == "priority"
 
     def run(self, draft: StepDraft, now: float, *, yielding: bool = False) -> None:
@@ -87,8 +88,8 @@ class RunningPass:
             known += batch.num_placeholders[slots]
         wanted = known - batch.num_computed[slots]
         is_prefill = None
-        if draft.defer_prefills or draft.yields_to is not None:
-            is_prefill = wanted > 1
+        if self._has_cadence or draft.yields_to is not None:
+            is_prefill = (wanted > 1) | batch.is_chunk[slots]
         held = self._held(slots, known, is_prefill, draft, yielding)
         if self._max_drafts:
             # Drafts beyond the sequence's last token would be thrown away.
@@ -98,10 +99,12 @@ class RunningPass:
             wanted[held] = 0
         if draft.prefill_cap:
             np.minimum(wanted, draft.prefill_cap, out=wanted)
-        if int(wanted.sum()) <= draft.budget:
-            return wanted
-        before = np.cumsum(wanted) - wanted
-        shares: Int32Array = np.clip(draft.budget - before, 0, wanted).astype(np.int32)
+        shares: Int32Array = wanted
+        if int(wanted.sum()) > draft.budget:
+            before = np.cumsum(wanted) - wanted
+            shares = np.clip(draft.budget - before, 0, wanted).astype(np.int32)
+        if self._has_cadence and is_prefill is not None:
+            draft.has_prefill |= bool(shares[is_prefill].any())
         return shares
 
     def _held(

@@ -213,6 +213,8 @@ class Scheduler:
         draft = self._begin(now)
         if state.pause is not PauseState.PAUSED_ALL:
             self._running.run(draft, now)
+        if state.waiting:
+            self._builder.cache_running(draft)
         self._waiting.run(draft, now)
         if draft.yields_to is not None:
             self._running.run(draft, now, yielding=True)
@@ -332,7 +334,8 @@ class Scheduler:
             return False
         order = batch.order
         known = batch.num_tokens[order] + batch.num_placeholders[order]
-        return bool(((known - batch.num_computed[order] <= 1) & ~batch.is_idle[order]).any())
+        decodes = (known - batch.num_computed[order] <= 1) & ~batch.is_chunk[order] & ~batch.is_idle[order]
+        return bool(decodes.any())
 
     def _take_early(self, now: float) -> None:
         """Results that came before those of earlier steps, as far as it is their turn now."""
