@@ -2,6 +2,7 @@
 
 import pytest
 
+from rank_scheduler.interface import PauseState
 from rank_scheduler.messages import FinishReason, Grammar, GrammarKind
 from rank_scheduler.plan import StepResult
 from tests.rank_scheduler.scenario import EOS, Rank, expected, prompt_of
@@ -48,6 +49,19 @@ def test_an_end_by_length_is_foreseen_and_nothing_is_computed_beyond_it(length, 
     rank.run()
     assert rank.tokens[1] == expected(prompt_of(length), max_tokens)
     assert sum(plan.total_tokens for plan in rank.plans) == length + max_tokens - 1
+
+
+def test_an_end_by_length_is_seen_although_nothing_was_planned_since_the_last_result():
+    rank = make_rank()
+    rank.submit(1, prompt_of(5), 3)
+    rank.step_until(lambda: len(rank.tokens[1]) == 1)
+    rank.plan()
+    rank.scheduler.set_pause(PauseState.PAUSED_ALL, rank.now)
+    while rank.in_flight:
+        rank.finish_step()
+        assert rank.plan() is None
+    assert rank.tokens[1] == expected(prompt_of(5), 3)
+    assert rank.ends[1].reason is FinishReason.LENGTH
 
 
 def test_an_end_of_sequence_wastes_one_step_whose_token_is_dropped():
