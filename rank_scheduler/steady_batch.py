@@ -132,7 +132,8 @@ class SteadyBatch:
                 look = found if look is None else look | found
         if look is not None:
             look &= ~batch.ignore_eos[slots]
-        if self._num_until_length <= 0:
+        # Figures that were forgotten do not count what came by other steps meanwhile.
+        if self._num_until_length <= 0 or self._version != batch.version:
             ended = at >= batch.max_total[slots]
             look = ended if look is None else look | ended
         if batch.num_watched:
