@@ -86,19 +86,19 @@ class ReferenceRig:
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(options.block_size, sha256)
 
-    def add(self, request: int, prompt: list[int], max_tokens: int, priority: int = 0, ignore_eos: bool = True) -> None:
-        # Its front end has made them long before; only the request and its hashes are the engine's work.
-        sampling = _sampling(max_tokens, ignore_eos)
-        self.scheduler.add_request(
-            Request(
-                request_id=str(request),
-                prompt_token_ids=prompt,
-                sampling_params=sampling,
-                pooling_params=None,
-                priority=priority,
-                block_hasher=self._hasher,
-            )
-        )
+    def message(
+        self, request: int, prompt: list[int], max_tokens: int, priority: int = 0, ignore_eos: bool = True
+    ) -> dict[str, Any]:
+        return {
+            "request_id": str(request),
+            "prompt_token_ids": prompt,
+            "sampling_params": _sampling(max_tokens, ignore_eos),
+            "priority": priority,
+        }
+
+    def add(self, message: dict[str, Any]) -> None:
+        # The request and its hashes are the engine's work.
+        self.scheduler.add_request(Request(**message, pooling_params=None, block_hasher=self._hasher))
 
     def abort(self, request: int) -> None:
         self.scheduler.finish_requests(str(request), RequestStatus.FINISHED_ABORTED)

@@ -39,8 +39,12 @@ class Rig(Protocol):
 
     name: str
 
-    def add(self, request: int, prompt: list[int], max_tokens: int, priority: int = 0, ignore_eos: bool = True) -> None:
-        """A request as token ids arrives."""
+    def message(
+        self, request: int, prompt: list[int], max_tokens: int, priority: int = 0, ignore_eos: bool = True
+    ) -> Any:
+        """A request as it arrives from the engine's front end, which has made it: not measured."""
+
+    def add(self, message: Any) -> None: ...
 
     def abort(self, request: int) -> None: ...
 
@@ -77,10 +81,14 @@ class OurRig:
             ),
         )
 
-    def add(self, request: int, prompt: list[int], max_tokens: int, priority: int = 0, ignore_eos: bool = True) -> None:
+    def message(
+        self, request: int, prompt: list[int], max_tokens: int, priority: int = 0, ignore_eos: bool = True
+    ) -> Submit:
         sampling = SamplingParams(seed=0, max_tokens=max_tokens, temperature=0.0, ignore_eos=ignore_eos)
-        token_ids = np.array(prompt, "<i4").tobytes()
-        self.scheduler.add(OWNER, Submit(request, token_ids, sampling, priority=priority), time.monotonic())
+        return Submit(request, np.array(prompt, "<i4").tobytes(), sampling, priority=priority)
+
+    def add(self, message: Submit) -> None:
+        self.scheduler.add(OWNER, message, time.monotonic())
 
     def abort(self, request: int) -> None:
         self.scheduler.abort(OWNER, request, time.monotonic())

@@ -6,9 +6,9 @@ Scenarios, blocks of 16 tokens, prefix caching on:
 
 - `step_<n>`, `async_step_<n>`: schedule + update of a steady decode step with n running (prompts of 512 tokens, the
   first 256 the same for all); async with one step in flight;
-- `admit`: 1,024 such requests, from token ids until all are admitted, in one step; `admit_chunked`: with 8,192
+- `admit`: 1,024 such requests, from the front end's message until all are admitted, in one step; `admit_chunked`: with 8,192
   tokens per step, the decode steps of those admitted earlier included;
-- `lookup`: a prompt of 32,768 tokens that is wholly in the prefix cache, from token ids to the step's plan;
+- `lookup`: a prompt of 32,768 tokens that is wholly in the prefix cache, from message to plan;
 - `churn`: a step in which 26 of 260 running requests end and 26 new ones arrive.
 
 Each scenario runs in rounds, ours and the reference in turn, the first of a round alternating. A round's figure is
@@ -100,7 +100,7 @@ def prepare_decode(make: MakeRig, num_running: int, num_steps: int, *, async_sch
         )
     )
     for request, prompt in enumerate(make_prompts(num_running, PROMPT_TOKENS, SHARED_TOKENS, seed=1)):
-        rig.add(request, prompt, max_tokens=7000)
+        rig.add(rig.message(request, prompt, max_tokens=7000))
     while rig.num_running() < num_running:
         step_once(rig)
     step_once(rig)
@@ -129,11 +129,12 @@ def prepare_admission(make: MakeRig, budget: int) -> Round:
     def measure(clock: Clock) -> None:
         options = RigOptions(max_num_seqs=1024, max_num_batched_tokens=budget, max_model_len=8192, num_blocks=1024 * 40)
         rig = make(options)
+        messages = [rig.message(request, prompt, max_tokens=100) for request, prompt in enumerate(prompts)]
         freeze()
 
         def add_all() -> None:
-            for request, prompt in enumerate(prompts):
-                rig.add(request, prompt, max_tokens=100)
+            for message in messages:
+                rig.add(message)
 
         clock.call(add_all)
         while True:
@@ -151,13 +152,14 @@ def prepare_lookup(make: MakeRig, num_lookups: int) -> Round:
     options = RigOptions(max_num_seqs=16, max_num_batched_tokens=40_000, max_model_len=40_000, num_blocks=8000)
     rig = make(options)
     (prompt,) = make_prompts(1, LOOKUP_TOKENS, 0, seed=3)
-    rig.add(0, prompt, max_tokens=1)
+    rig.add(rig.message(0, prompt, max_tokens=1))
     step_once(rig)
     requests = iter(range(1, sys.maxsize))
 
     def measure(clock: Clock) -> None:
         for _ in range(num_lookups):
-            clock.call(rig.add, next(requests), prompt, 1)
+            message = rig.message(next(requests), prompt, 1)
+            clock.call(rig.add, message)
             step = clock.call(rig.schedule)
             clock.end_piece()
             rig.update(step, rig.result(step, 7))
@@ -178,9 +180,11 @@ def prepare_churn(make: MakeRig, num_steps: int) -> Round:
     seeds = iter(range(10, sys.maxsize))
 
     def one(clock: Clock, prompts: list[list[int]]) -> None:
+        messages = [rig.message(next(requests), prompt, CHURN_LIFETIME) for prompt in prompts]
+
         def add_all() -> None:
-            for prompt in prompts:
-                rig.add(next(requests), prompt, CHURN_LIFETIME)
+            for message in messages:
+                rig.add(message)
 
         clock.call(add_all)
         step = clock.call(rig.schedule)

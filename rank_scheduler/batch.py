@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from heapq import heappop, heappush
+
 import numpy as np
 
 from rank_scheduler.plan import Int32Array
 from rank_scheduler.sequence import Sequence
 
 _NO_EPOCH = -1
+_NUM_TOUCHED_TOKENS = 2048
 
 
 class RunningBatch:
@@ -50,9 +53,12 @@ class RunningBatch:
         """Leading columns that the prefix cache has been told of."""
         self.num_drafts = np.zeros(max_num_seqs, np.int32)
         self.drafts = np.zeros((max_num_seqs, max_drafts), np.int32)
-        # Pages of rows that never fill are never touched, so the reserved size costs no memory.
+        # Pages of long rows that never fill are never touched, so the reserved size costs no memory. The first pages
+        # are touched now: else each slot's first sequence would pay for that, within a step.
         self.token_ids = np.zeros((max_num_seqs, max_model_len), np.int32)
+        self.token_ids[:, :_NUM_TOUCHED_TOKENS] = 0
         self.block_table = np.zeros((num_groups, max_num_seqs, max_columns), np.int32)
+        self.block_table[:, :, : _NUM_TOUCHED_TOKENS // block_size] = 0
         self.sequences: list[Sequence | None] = [None] * max_num_seqs
         self.version = 0
         """Changes whenever a sequence enters, leaves, ends its turn or is extended."""
@@ -63,7 +69,9 @@ class RunningBatch:
         self._order = np.zeros(max_num_seqs, np.int32)
         self._count = 0
         self._next_epoch = 0
-        self._free_slots = list(range(max_num_seqs - 1, -1, -1))
+        # A heap: low slots first, so that the taken ones lie together.
+        self._free_slots = list(range(max_num_seqs))
+        self._inserted: list[tuple[int | bool, ...]] = []
 
     def __len__(self) -> int:
         return self._count
@@ -74,39 +82,73 @@ class RunningBatch:
         return self._order[: self._count]
 
     def insert(self, sequence: Sequence, table: Int32Array, num_computed: int, max_total: int) -> int:
-        """Give the sequence a slot (there must be a free one); returns it. `table`: [num_groups, columns]."""
-        slot = self._free_slots.pop()
+        """Give the sequence a slot (there must be a free one); returns it. `table`: [num_groups, columns].
+
+        What stands in arrays of one number per slot is written by `settle`, for many sequences at once.
+        """
+        slot = heappop(self._free_slots)
         self.version += 1
-        num_tokens = len(sequence.token_ids)
-        self.num_tokens[slot] = num_tokens
-        self.num_computed[slot] = num_computed
-        self.num_in_flight[slot] = self.num_placeholders[slot] = self.num_drafts[slot] = 0
-        self.num_cached_columns[slot] = 0
-        self.is_chunk[slot] = False
-        self.num_prompt[slot] = sequence.num_prompt_tokens
-        self.max_total[slot] = max_total
-        self.priority[slot] = sequence.priority
-        self.owner[slot], self.wire_id[slot] = sequence.key
-        self._new_epoch(slot)
-        sampling = sequence.sampling
-        self.ignore_eos[slot] = sampling.ignore_eos and not sequence.has_grammar
-        self.watched[slot] = bool(
-            sampling.stop_token_ids or sampling.stop or sampling.repetition or sequence.has_grammar
-        )
-        self.has_grammar[slot] = sequence.has_grammar
-        self.has_encoder_inputs[slot] = bool(sequence.encoder_inputs)
-        self.num_watched += bool(self.watched[slot])
-        self.num_with_grammar += sequence.has_grammar
-        self.num_with_encoder_inputs += bool(sequence.encoder_inputs)
+        num_tokens, columns = len(sequence.token_ids), table.shape[1]
         self.token_ids[slot, :num_tokens] = sequence.token_ids
-        columns = table.shape[1]
-        self.num_columns[slot] = columns
         self.block_table[:, slot, :columns] = table
         self.sequences[slot] = sequence
         sequence.slot = slot
-        self._order[self._count] = slot
+        sampling, has_encoder_inputs = sequence.sampling, bool(sequence.encoder_inputs)
+        is_watched = bool(sampling.stop_token_ids or sampling.stop or sampling.repetition or sequence.has_grammar)
+        self.num_watched += is_watched
+        self.num_with_grammar += sequence.has_grammar
+        self.num_with_encoder_inputs += has_encoder_inputs
+        owner, wire_id = sequence.key
+        self._inserted.append(
+            (
+                slot,
+                num_tokens,
+                num_computed,
+                columns,
+                max_total,
+                sequence.num_prompt_tokens,
+                sequence.priority,
+                owner,
+                wire_id,
+                sampling.ignore_eos and not sequence.has_grammar,
+                is_watched,
+                sequence.has_grammar,
+                has_encoder_inputs,
+            )
+        )
         self._count += 1
         return slot
+
+    def settle(self) -> None:
+        """Write what `insert` has left; before anybody reads the arrays."""
+        if not self._inserted:
+            return
+        inserted, self._inserted = self._inserted, []
+        figures = np.array(inserted, np.int64).T
+        slots = figures[0]
+        self._order[self._count - len(inserted) : self._count] = slots
+        self.num_tokens[slots] = figures[1]
+        self.num_computed[slots] = figures[2]
+        self.num_columns[slots] = figures[3]
+        self.max_total[slots] = figures[4]
+        self.num_prompt[slots] = figures[5]
+        self.priority[slots] = figures[6]
+        self.owner[slots] = figures[7]
+        self.wire_id[slots] = figures[8]
+        self.ignore_eos[slots] = figures[9]
+        self.watched[slots] = figures[10]
+        self.has_grammar[slots] = figures[11]
+        self.has_encoder_inputs[slots] = figures[12]
+        for zeroed in (
+            self.num_in_flight,
+            self.num_placeholders,
+            self.num_drafts,
+            self.num_cached_columns,
+            self.is_chunk,
+        ):
+            zeroed[slots] = 0
+        self.epoch[slots] = np.arange(self._next_epoch, self._next_epoch + len(inserted))
+        self._next_epoch += len(inserted)
 
     def remove(self, slot: int) -> Sequence:
         """Take the sequence out; its known tokens go back into `sequence.token_ids`."""
@@ -124,7 +166,7 @@ class RunningBatch:
         position = int(np.flatnonzero(order == slot)[0])
         order[position:-1] = order[position + 1 :].copy()
         self._count -= 1
-        self._free_slots.append(slot)
+        heappush(self._free_slots, slot)
         return sequence
 
     def at(self, slot: int) -> Sequence:
@@ -182,6 +224,7 @@ class RunningBatch:
         self._next_epoch += 1
 
     def check_integrity(self) -> None:
+        assert not self._inserted, "sequences were inserted and not settled"
         taken = self.order.tolist()
         assert len(set(taken)) == len(taken), "a slot is listed twice"
         assert sorted(taken + self._free_slots) == list(range(len(self.sequences))), "a slot is lost"

@@ -108,19 +108,20 @@ def _extend_by_memo(hashes: list[bytes], token_ids: Int32Array, block_size: int,
     num_stretches = (len(token_ids) - first) // stretch
     if num_stretches <= 0:
         return
-    parent = hashes[-1] if hashes else ROOT_HASH
-    rows = _row_bytes(token_ids[first : first + num_stretches * stretch].reshape(num_stretches, stretch))
-    for index, row in enumerate(rows):
-        known = memo.get(parent, row)
+    before = parent = hashes[-1] if hashes else ROOT_HASH
+    data = token_ids[first : first + num_stretches * stretch].astype("<i4", copy=False).tobytes()
+    sha256, size, block_bytes = hashlib.sha256, 4 * stretch, 4 * block_size
+    for start in range(0, len(data), size):
+        tokens = data[start : start + size]
+        known = memo.get(before, tokens)
         if known is None:
-            known = []
-            at = first + index * stretch
-            for block in _row_bytes(token_ids[at : at + stretch].reshape(-1, block_size)):
-                parent = hashlib.sha256(parent + block).digest()
-                known.append(parent)
-            memo.put(hashes[-1] if hashes else ROOT_HASH, row, known)
+            known = [
+                parent := sha256(parent + data[at : at + block_bytes]).digest()
+                for at in range(start, start + size, block_bytes)
+            ]
+            memo.put(before, tokens, known)
         hashes += known
-        parent = known[-1]
+        before = parent = known[-1]
 
 
 def hash_blocks(parents: Sequence[bytes], token_rows: Int32Array) -> list[bytes]:

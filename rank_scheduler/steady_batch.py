@@ -43,6 +43,11 @@ class SteadyBatch:
         """The batch's version when the general passes last gave every member one token."""
         self._version = _NOBODY
         self._slots = NO_TOKENS
+        self._where: Int32Array | slice = NO_TOKENS
+        """The same as an index: a slice where they lie together."""
+        self._places = NO_TOKENS.astype(np.int64)
+        """Where each member's next token goes in the flat token array."""
+        self._flat_tokens = state.batch.token_ids.reshape(-1)
         self._num_until_growth = 0
         """Steps until some member needs a new column."""
         self._num_until_length = 0
@@ -78,10 +83,11 @@ class SteadyBatch:
             if grown is None:
                 return None
             appended_slots, appended_blocks = grown
-        batch.num_computed[slots] += 1
+        where = self._where
+        batch.num_computed[where] += 1
         if self._is_async:
-            batch.num_in_flight[slots] += 1
-            batch.num_placeholders[slots] += 1
+            batch.num_in_flight[where] += 1
+            batch.num_placeholders[where] += 1
         self._num_until_growth -= 1
         state.num_steps += 1
         plan = StepPlan(
@@ -117,13 +123,19 @@ class SteadyBatch:
         # Negative numbers are large ones here.
         if tokens.view(np.uint32).max() >= self._state.setup.vocab_size or result.failed:
             return None
-        at = batch.num_tokens[slots]
-        batch.token_ids[slots, at] = tokens
-        at += 1
-        batch.num_tokens[slots] = at
+        if self._version == batch.version:
+            where = self._where
+            self._flat_tokens[self._places] = tokens
+            self._places += 1
+            batch.num_tokens[where] += 1
+        else:
+            where = slots
+            at = batch.num_tokens[slots]
+            batch.token_ids[slots, at] = tokens
+            batch.num_tokens[slots] = at + 1
         if self._is_async:
-            batch.num_in_flight[slots] -= 1
-            batch.num_placeholders[slots] -= 1
+            batch.num_in_flight[where] -= 1
+            batch.num_placeholders[where] -= 1
         self._num_until_length -= 1
         look = None
         for eos in self._eos:
@@ -134,7 +146,7 @@ class SteadyBatch:
             look &= ~batch.ignore_eos[slots]
         # Figures that were forgotten do not count what came by other steps meanwhile.
         if self._num_until_length <= 0 or self._version != batch.version:
-            ended = at >= batch.max_total[slots]
+            ended = batch.num_tokens[slots] >= batch.max_total[slots]
             look = ended if look is None else look | ended
         if batch.num_watched:
             look = batch.watched[slots] if look is None else look | batch.watched[slots]
@@ -168,7 +180,10 @@ class SteadyBatch:
     def _look_at(self) -> None:
         """Take note of the batch as it is now."""
         batch = self._state.batch
-        slots = self._slots = batch.order.copy()
+        slots = self._slots = np.sort(batch.order)
+        first, last = int(slots[0]), int(slots[-1])
+        self._where = slice(first, last + 1) if last - first + 1 == len(slots) else slots
+        self._places = slots.astype(np.int64) * batch.token_ids.shape[1] + batch.num_tokens[slots]
         self._ones = np.ones(len(slots), np.int32)
         self._trues = np.ones(len(slots), np.bool_)
         self._falses = np.zeros(len(slots), np.bool_)

@@ -234,6 +234,7 @@ class WaitingPass:
         passed: list[Sequence] = []
         slots: list[int] = []
         counts: list[int] = []
+        self._cached_columns: list[int] = []
         for sequence in self._in_line():
             found = self._no_room(draft)
             if found is None:
@@ -253,7 +254,10 @@ class WaitingPass:
             passed.append(sequence)
             if max(passed[0].num_bypasses, len(passed) - 1) >= limit:
                 break
+        state.batch.settle()
         if slots:
+            if self._cached_columns:
+                state.batch.num_cached_columns[slots] = self._cached_columns
             draft.slots.append(np.array(slots, np.int32))
             draft.counts.append(np.array(counts, np.int32))
         return obstacle
@@ -392,7 +396,6 @@ class WaitingPass:
         if not sequence.num_preemptions:
             sequence.num_cached_tokens = num_computed
         slot = self._enter(sequence, table, num_computed, now)
-        state.batch.num_cached_columns[slot] = hit.num_columns
         if num_external:
             assert state.setup.connector is not None
             assert sequence.kv_request is not None
@@ -406,7 +409,7 @@ class WaitingPass:
         counts.append(count)
         if self._caches:
             # Already now: every layer writes a step's KV before it reads any, so the next one may share it.
-            self._cache_admitted(slot, table, hit.num_columns, num_computed + count)
+            self._cache_admitted(sequence, table, hit.num_columns, num_computed + count)
         return None
 
     def _enter(self, sequence: Sequence, table: Int32Array, num_computed: int, now: float) -> int:
@@ -438,16 +441,15 @@ class WaitingPass:
 
     # ---- prefix cache ----
 
-    def _cache_admitted(self, slot: int, table: Int32Array, num_hit: int, num_computed: int) -> None:
+    def _cache_admitted(self, sequence: Sequence, table: Int32Array, num_hit: int, num_computed: int) -> None:
+        """Make its full columns findable that were no hit; others may share them in this very step."""
         state = self._state
-        if not state.kv.caches_in_bulk or not num_hit:
-            state.cache_full_columns(slot, num_computed)
-            return
         num_full = num_computed // self._block_size
         if num_full > num_hit:
-            hashes = state.batch.at(slot).block_hashes[num_hit:num_full]
-            state.cached_in_step.update(state.kv.cache_next(table[0, num_hit:num_full].tolist(), hashes))
-            state.batch.num_cached_columns[slot] = num_full
+            state.cached_in_step.update(
+                state.kv.cache(table, sequence.block_hashes, num_hit, num_full, sequence.token_ids)
+            )
+        self._cached_columns.append(num_full)
 
     def _probe(self, sequence: Sequence) -> PrefixHit:
         """Cached prefix of a waiting sequence. No side effects but that its hashes are known from now on."""

@@ -110,7 +110,9 @@ class OurSide:
         self.over: set[int] = set()
 
     def add(self, arrival: Arrival) -> None:
-        self.rig.add(arrival.request, arrival.prompt, arrival.max_tokens, arrival.priority, arrival.ignore_eos)
+        self.rig.add(
+            self.rig.message(arrival.request, arrival.prompt, arrival.max_tokens, arrival.priority, arrival.ignore_eos)
+        )
 
     def abort(self, request: int) -> None:
         self.rig.abort(request)
@@ -172,7 +174,9 @@ class ReferenceSide:
 
     def add(self, arrival: Arrival) -> None:
         self.order[str(arrival.request)] = len(self.order)
-        self.rig.add(arrival.request, arrival.prompt, arrival.max_tokens, arrival.priority, arrival.ignore_eos)
+        self.rig.add(
+            self.rig.message(arrival.request, arrival.prompt, arrival.max_tokens, arrival.priority, arrival.ignore_eos)
+        )
 
     def abort(self, request: int) -> None:
         self.rig.abort(request)
