@@ -90,7 +90,8 @@ class BlockPool:
             return False
         known[block_hash] = block
         self._hashes[block] = block_hash
-        self._groups[block] = group
+        if group:
+            self._groups[block] = group
         self.version += 1
         return True
 
@@ -105,10 +106,12 @@ class BlockPool:
             # Sequences with the same content: one of their blocks answers.
             pairs = [(block, one) for block, one in zip(blocks, hashes, strict=True) if known[one] == block]
             blocks, hashes = [block for block, _ in pairs], [one for _, one in pairs]
-        own_hashes, groups = self._hashes, self._groups
+        own_hashes = self._hashes
         for block, block_hash in zip(blocks, hashes, strict=True):
             own_hashes[block] = block_hash
-            groups[block] = group
+        if group:
+            for block in blocks:
+                self._groups[block] = group
         self.version += 1
         return blocks
 
@@ -122,6 +125,7 @@ class BlockPool:
             group = self._groups[block]
             del self._block_of_hash[group][block_hash]
             self._hashes[block] = None
+            self._groups[block] = 0
             self.version += 1
             if self._events is not None:
                 self._events.append(BlockRemoved(block_hash, group))
@@ -131,6 +135,7 @@ class BlockPool:
         if len(self._free) != self.num_usable_blocks:
             return False
         self._hashes = [None] * len(self._hashes)
+        self._groups = [0] * len(self._groups)
         for known in self._block_of_hash:
             known.clear()
         self.version += 1

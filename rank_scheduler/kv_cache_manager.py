@@ -7,6 +7,7 @@ block. The same arithmetic predicts a need and fulfils it, so what was found to 
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -158,9 +159,9 @@ class KvCacheManager:
                 self._stored(hashes, column + fresh.index(cached[0]), num_full, token_ids, group)
         return added
 
-    def cache_next(self, blocks: list[int], hashes: list[bytes]) -> list[int]:
-        """`cache` for one new column each of many sequences, where there is one group and nobody wants events."""
-        return list(self.pool.cache_all(blocks, hashes))
+    def cache_next(self, blocks: list[int], hashes: list[bytes]) -> Collection[int]:
+        """`cache` for columns that are not cached yet, of any sequences: with one group, where nobody wants events."""
+        return self.pool.cache_all(blocks, hashes)
 
     @property
     def caches_in_bulk(self) -> bool:

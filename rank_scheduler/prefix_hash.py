@@ -55,7 +55,8 @@ class HashMemo:
     """Hashes of stretches of tokens that came lately, so that a prefix that comes again is not hashed again.
 
     Keys are the tokens themselves, with the hash that they follow: what is found is exact. Stretches have
-    `NUM_BLOCKS` blocks and begin at multiples of it. When it is full, the older half goes.
+    `NUM_BLOCKS` blocks and begin at multiples of it. One is kept when it comes for the second time, as most come
+    once. When it is full, the older half goes.
     """
 
     NUM_BLOCKS = 16
@@ -64,12 +65,20 @@ class HashMemo:
         """`capacity` in stretches; one of 256 tokens takes about 2 KB."""
         self._capacity = capacity
         self._hashes: dict[tuple[bytes, bytes], list[bytes]] = {}
+        self._seen: set[int] = set()
+        """Python's hashes of the keys that came once."""
 
     def get(self, parent: bytes, tokens: bytes) -> list[bytes] | None:
         """Hashes of the blocks of `tokens` (little-endian int32) behind the block with hash `parent`."""
         return self._hashes.get((parent, tokens))
 
     def put(self, parent: bytes, tokens: bytes, hashes: list[bytes]) -> None:
+        key_hash = hash((parent, tokens))
+        if key_hash not in self._seen:
+            if len(self._seen) >= 16 * self._capacity:
+                self._seen.clear()
+            self._seen.add(key_hash)
+            return
         if len(self._hashes) >= self._capacity:
             for key in list(self._hashes)[: self._capacity // 2]:
                 del self._hashes[key]

@@ -372,12 +372,14 @@ class WaitingPass:
                     {"budget_left": draft.encoder_budget, "cache_held": state.encoder.held_size},
                 )
         table = sequence.blocks
+        was_loaded = table is not None
         if table is None:
             reached = num_tokens if config.scheduler_reserve_full_isl else num_computed + count
             num_columns = state.kv.num_columns(reached)
             num_cross = self._num_cross_blocks(sequence)
-            num_needed = state.kv.num_needed(hit, num_columns) + num_cross
-            if num_needed + state.watermark_blocks > state.kv.pool.num_free_blocks:
+            num_free = state.kv.pool.num_free_blocks - state.watermark_blocks
+            at_most = num_columns * state.kv.num_groups + num_cross
+            if at_most > num_free and (num_needed := state.kv.num_needed(hit, num_columns) + num_cross) > num_free:
                 obstacle = self._lacks_blocks(num_needed, state.watermark_blocks)
                 sequence.probe_memo = (state.kv.pool.version, state.kv.pool.num_free_blocks, obstacle)
                 return obstacle
@@ -409,7 +411,7 @@ class WaitingPass:
         counts.append(count)
         if self._caches:
             # Already now: every layer writes a step's KV before it reads any, so the next one may share it.
-            self._cache_admitted(sequence, table, hit.num_columns, num_computed + count)
+            self._cache_admitted(sequence, table, hit.num_columns, num_computed + count, is_new=not was_loaded)
         return None
 
     def _enter(self, sequence: Sequence, table: Int32Array, num_computed: int, now: float) -> int:
@@ -441,14 +443,22 @@ class WaitingPass:
 
     # ---- prefix cache ----
 
-    def _cache_admitted(self, sequence: Sequence, table: Int32Array, num_hit: int, num_computed: int) -> None:
-        """Make its full columns findable that were no hit; others may share them in this very step."""
+    def _cache_admitted(
+        self, sequence: Sequence, table: Int32Array, num_hit: int, num_computed: int, *, is_new: bool
+    ) -> None:
+        """Make its full columns findable that were no hit; others may share them in this very step.
+
+        `is_new`: nothing behind the hit has been cached, as it may be after a load.
+        """
         state = self._state
         num_full = num_computed // self._block_size
         if num_full > num_hit:
-            state.cached_in_step.update(
-                state.kv.cache(table, sequence.block_hashes, num_hit, num_full, sequence.token_ids)
-            )
+            hashes = sequence.block_hashes
+            if is_new and state.kv.caches_in_bulk:
+                cached = state.kv.cache_next(table[0, num_hit:num_full].tolist(), hashes[num_hit:num_full])
+            else:
+                cached = state.kv.cache(table, hashes, num_hit, num_full, sequence.token_ids)
+            state.cached_in_step.update(cached)
         self._cached_columns.append(num_full)
 
     def _probe(self, sequence: Sequence) -> PrefixHit:
