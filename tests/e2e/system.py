@@ -20,8 +20,8 @@ START_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 20.0
 # All zero when nothing is going on; the routers learn of it within about two seconds.
 IDLE_METRICS = re.compile(
-    r"^serried_(?:num_requests_running|num_requests_waiting|kv_blocks_used|num_requests_in_flight|queued_requests"
-    r"|queued_tokens)(?:\{.*\})? (\S+)$",
+    r"^serried_(?:num_requests_running|num_requests_waiting|num_requests_deferred|num_kv_loads|kv_blocks_used"
+    r"|num_requests_in_flight|queued_requests|queued_tokens)(?:\{.*\})? (\S+)$",
     re.MULTILINE,
 )
 
@@ -31,6 +31,11 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+def metric(text: str, name: str) -> dict[str, float]:
+    """Label text → value of one metric."""
+    return {m[1]: float(m[2]) for m in re.finditer(rf"^{name}(\{{.*\}})? (\S+)$", text, re.MULTILINE)}
 
 
 def wait_for(condition: Callable[[], bool], timeout_s: float, what: Callable[[], str]) -> None:

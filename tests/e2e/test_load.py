@@ -4,19 +4,15 @@ import asyncio
 import json
 import os
 import random
-import re
 import signal
 import time
 
 import httpx
 import pytest
 
+from tests.e2e.system import metric
+
 pytestmark = pytest.mark.ray
-
-
-def metric(text: str, name: str) -> dict[str, float]:
-    """Label text → value of one metric."""
-    return {m[1]: float(m[2]) for m in re.finditer(rf"^{name}(\{{.*\}})? (\S+)$", text, re.MULTILINE)}
 
 
 async def complete(client: httpx.AsyncClient, model: str, **body: object) -> httpx.Response:
