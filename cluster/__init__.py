@@ -10,7 +10,12 @@ Ray and Serve own placement, health, restarts and the order of life; requests an
 A rank registers itself with the control actor and is a member as long as that connection lives; routers learn the
 members there, count their requests there, and talk to each rank over a connection of their own.
 
-`config` and `membership` are pure. The control actor and the routers run on their process's event loop; a rank has
-an IO thread and a step thread. Every process carries the run's id in its environment, so that the supervisor can
-find and end whatever outlives an orderly shutdown.
+`config` (every key of it a flag: `flags`) and `membership` are pure. The control actor and the routers run on their
+process's event loop. A rank has a thread `rank-io` for all its sockets, a thread `rank-steps` that alone touches the
+scheduler, where steps are planned ahead a thread `rank-executor` that alone touches the model (`step_executor`), and
+threads that compile grammars (`structured_output`, `grammar_matcher`): two, more only while some are stuck, and one for
+their deadlines. Threads hand each other messages through the step loop's inbox and the IO loop's callbacks.
+
+Every process carries the run's id in its environment (`environment`), so that the supervisor can find and end whatever
+outlives an orderly shutdown (`processes`).
 """

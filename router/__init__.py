@@ -1,19 +1,20 @@
 """A request's way in and out: OpenAI-compatible HTTP, admission, placement, dispatch to ranks, streams.
 
 Owns: the HTTP surface (`http_api`, around it `http_edge` with `timed_send`) and `/metrics` (`metrics`), validation
-(`protocol`), text and tokens (`tokenizer`, `detokenizer`, `token_lengths`), the router's side of the queue counts
-(`control_link`; the counts themselves are `ledger`, which the control actor runs), one connection per rank
+(`protocol`, `output_format`), text and tokens (`tokenizer`, `detokenizer`, `token_lengths`), the router's side of the
+queue counts (`control_link`; the counts themselves are `ledger`, which the control actor runs), one connection per rank
 (`rank_pool`, `rank_link`; `peer` keeps connections) and the life of each request (`request_flow`). `service` puts
 these together.
 
-Concurrency: one event loop. The only thread is one worker in which long texts are encoded and decoded, so that a
-large prompt does not hold up other requests' tokens. Frames from ranks are handled in callbacks; a request's own task
-is woken at most once per turn of the loop, whatever number of tokens has come, and no task exists per token.
+Concurrency: one event loop, and two worker threads beside it: one encodes and decodes long texts, so that a large
+prompt does not hold up other requests' tokens, one checks grammars (`grammar_check`). Frames from ranks are handled in
+callbacks; a request's own task is woken at most once per turn of the loop, whatever number of tokens has come, and no
+task exists per token.
 
-A request: `http_api` parses it (`protocol`) → `request_flow` counts its sequences (`control_link.acquire`),
-tokenizes, counts its prompt tokens, lets `rank_pool` pick a rank (`placement`), submits one sequence per choice
-→ frames fill the choices (`choice`), which turn tokens into text (`detokenizer`) → `responses` writes SSE or one
-body, as `formats` encodes them. Whatever ends it, its `finally` aborts what still runs on the rank and releases
+A request: `http_api` parses it (`protocol`) → `request_flow` counts its sequences (`control_link.acquire`), checks
+its grammar, tokenizes, counts its prompt tokens, lets `rank_pool` pick a rank (`placement`), submits one sequence per
+choice → frames fill the choices (`choice`), which turn tokens into text (`detokenizer`) → `responses` writes SSE or
+one body, as `formats` encodes them. Whatever ends it, its `finally` aborts what still runs on the rank and releases
 its counts, once.
 
 Why a request waits: `service.explain` asks all ranks, and `explanation` puts their answers and the router's own
