@@ -68,6 +68,8 @@ class RunningBatch:
         self.num_with_encoder_inputs = 0
         self._order = np.zeros(max_num_seqs, np.int32)
         self._count = 0
+        self._num_ordered = 0
+        """Entries of `_order`; those of sequences that have left go when it is read or written."""
         self._next_epoch = 0
         # A heap: low slots first, so that the taken ones lie together.
         self._free_slots = list(range(max_num_seqs))
@@ -79,13 +81,17 @@ class RunningBatch:
     @property
     def order(self) -> Int32Array:
         """Taken slots in order of admission; a view, valid until the next insert or remove."""
-        return self._order[: self._count]
+        self._drop_removed()
+        return self._order[: self._num_ordered]
 
     def insert(self, sequence: Sequence, table: Int32Array, num_computed: int, max_total: int) -> int:
         """Give the sequence a slot (there must be a free one); returns it. `table`: [num_groups, columns].
 
         What stands in arrays of one number per slot is written by `settle`, for many sequences at once.
         """
+        if not self._inserted:
+            # A slot that is taken again must not stand in the order twice.
+            self._drop_removed()
         slot = heappop(self._free_slots)
         self.version += 1
         num_tokens, columns = len(sequence.token_ids), table.shape[1]
@@ -94,8 +100,7 @@ class RunningBatch:
         self.sequences[slot] = sequence
         sequence.slot = slot
         sampling, has_encoder_inputs = sequence.sampling, bool(sequence.encoder_inputs)
-        is_watched = bool(sampling.stop_token_ids or sampling.stop or sampling.repetition or sequence.has_grammar)
-        self.num_watched += is_watched
+        self.num_watched += sequence.is_watched
         self.num_with_grammar += sequence.has_grammar
         self.num_with_encoder_inputs += has_encoder_inputs
         owner, wire_id = sequence.key
@@ -111,7 +116,7 @@ class RunningBatch:
                 owner,
                 wire_id,
                 sampling.ignore_eos and not sequence.has_grammar,
-                is_watched,
+                sequence.is_watched,
                 sequence.has_grammar,
                 has_encoder_inputs,
             )
@@ -126,7 +131,8 @@ class RunningBatch:
         inserted, self._inserted = self._inserted, []
         figures = np.array(inserted, np.int64).T
         slots = figures[0]
-        self._order[self._count - len(inserted) : self._count] = slots
+        self._order[self._num_ordered : self._num_ordered + len(inserted)] = slots
+        self._num_ordered += len(inserted)
         self.num_tokens[slots] = figures[1]
         self.num_computed[slots] = figures[2]
         self.num_columns[slots] = figures[3]
@@ -150,21 +156,21 @@ class RunningBatch:
         self.epoch[slots] = np.arange(self._next_epoch, self._next_epoch + len(inserted))
         self._next_epoch += len(inserted)
 
-    def remove(self, slot: int) -> Sequence:
-        """Take the sequence out; its known tokens go back into `sequence.token_ids`."""
+    def remove(self, slot: int, *, keeps_tokens: bool = True) -> Sequence:
+        """Take the sequence out; unless nobody wants them, its known tokens go back into `sequence.token_ids`."""
         sequence = self.at(slot)
-        sequence.token_ids = self.known_tokens(slot).copy()
+        sequence.num_generated = int(self.num_tokens[slot]) - sequence.num_prompt_tokens
+        if keeps_tokens:
+            sequence.token_ids = self.known_tokens(slot).copy()
         sequence.slot = -1
-        self.set_idle(slot, False)
+        if self.num_idle:
+            self.set_idle(slot, False)
         self.version += 1
-        self.num_watched -= int(self.watched[slot])
-        self.num_with_grammar -= int(self.has_grammar[slot])
-        self.num_with_encoder_inputs -= int(self.has_encoder_inputs[slot])
+        self.num_watched -= sequence.is_watched
+        self.num_with_grammar -= sequence.has_grammar
+        self.num_with_encoder_inputs -= bool(sequence.encoder_inputs)
         self.epoch[slot] = _NO_EPOCH
         self.sequences[slot] = None
-        order = self.order
-        position = int(np.flatnonzero(order == slot)[0])
-        order[position:-1] = order[position + 1 :].copy()
         self._count -= 1
         heappush(self._free_slots, slot)
         return sequence
@@ -218,6 +224,13 @@ class RunningBatch:
     def known_tokens(self, slot: int) -> Int32Array:
         """A view."""
         return self.token_ids[slot, : self.num_tokens[slot]]
+
+    def _drop_removed(self) -> None:
+        if self._num_ordered + len(self._inserted) != self._count:
+            order = self._order[: self._num_ordered]
+            kept = order[self.epoch[order] != _NO_EPOCH]
+            self._order[: len(kept)] = kept
+            self._num_ordered = len(kept)
 
     def _new_epoch(self, slot: int) -> None:
         self.epoch[slot] = self._next_epoch

@@ -54,10 +54,18 @@ class BlockPool:
             raise ValueError(f"{count} blocks asked for, {len(self._free)} are free")
         pop, hashes, ref_counts = self._free.popitem, self._hashes, self._ref_counts
         blocks = [pop(False)[0] for _ in range(count)]
+        if len(self._block_of_hash) > 1 or self._events is not None:
+            for block in blocks:
+                self.forget(block)
+                ref_counts[block] = 1
+            return blocks
+        (known,) = self._block_of_hash
         for block in blocks:
             ref_counts[block] = 1
-            if hashes[block] is not None:
-                self.forget(block)
+            if (block_hash := hashes[block]) is not None:
+                del known[block_hash]
+                hashes[block] = None
+        self.version += 1
         return blocks
 
     def touch(self, blocks: Iterable[int]) -> None:

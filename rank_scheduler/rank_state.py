@@ -199,6 +199,8 @@ class RankState:
         pooled: bytes = b"",
     ) -> None:
         """The one way out: whatever the sequence holds is given back, and its owner will hear of it."""
+        if sequence.slot < 0:
+            sequence.num_generated = len(sequence.token_ids) - sequence.num_prompt_tokens
         if sequence.slot >= 0:
             # Nobody knows what a step that failed has written.
             self._leave_slot(sequence.slot, is_over=True, caches=reason is not FinishReason.ERROR)
@@ -217,7 +219,6 @@ class RankState:
         else:
             self.load_candidates.remove(sequence)
         sequence.move(SequenceState.FINISHED)
-        sequence.num_generated = len(sequence.token_ids) - sequence.num_prompt_tokens
         sequence.finish_reason = reason
         sequence.note(RequestEvent.FINISHED, now, f"{reason}: {message}" if message else str(reason))
         del self.sequences[sequence.key]
@@ -343,17 +344,19 @@ class RankState:
     def _leave_slot(self, slot: int, *, is_over: bool = False, caches: bool = True) -> Sequence:
         if caches and self.caches and (self.setup.async_scheduling or not self.flights):
             # What is full by now, and was not left to a step in flight.
-            self.cache_full_columns(
-                slot,
-                int(min(self.batch.num_computed[slot] - self.batch.num_in_flight[slot], self.batch.num_tokens[slot])),
-            )
-        table = self.batch.table(slot).copy()
-        self.extensions.pop(slot, None)
-        sequence = self.batch.remove(slot)
+            batch = self.batch
+            settled = int(min(batch.num_computed[slot] - batch.num_in_flight[slot], batch.num_tokens[slot]))
+            if settled // self.setup.block_size > batch.num_cached_columns[slot]:
+                self.cache_full_columns(slot, settled)
+        batch, has_connector = self.batch, self.setup.connector is not None
+        # With a connector they may be held longer than the slot.
+        table = batch.table(slot).copy() if has_connector else batch.table(slot)
+        if self.extensions:
+            self.extensions.pop(slot, None)
+        sequence = batch.remove(slot, keeps_tokens=not is_over or has_connector)
         self.freed_slots.append(slot)
         if self.encoder is not None:
             self.encoder.release_all(sequence.key)
-        sequence.num_released_items = 0
         self._let_go(sequence, table, is_over=is_over)
         return sequence
 

@@ -126,6 +126,7 @@ class Sequence:
         "has_grammar",
         "is_preempted",
         "is_session",
+        "is_watched",
         "key",
         "kv_request",
         "max_tokens",
@@ -139,7 +140,6 @@ class Sequence:
         "num_load_failures",
         "num_preemptions",
         "num_prompt_tokens",
-        "num_released_items",
         "obstacle",
         "order",
         "pass_number",
@@ -180,6 +180,9 @@ class Sequence:
         """Input that came while a turn was still going on."""
         self.has_grammar = submit.grammar is not None
         self.grammar: GrammarMatcher | None = None
+        sampling = submit.sampling
+        self.is_watched = bool(sampling.stop_token_ids or sampling.stop or sampling.repetition or submit.grammar)
+        """Each of its tokens may end it, or must be told to its grammar."""
         self.stop_strings = stop_strings
         self.extra_keys = extra_keys
         self.kv_request: KvRequest | None = None
@@ -198,8 +201,6 @@ class Sequence:
         self.num_external_tokens = 0
         """Of the present load."""
         self.num_load_failures = 0
-        self.num_released_items = 0
-        """Leading encoder inputs that no position to come needs."""
         self.ngram: NgramIndex | None = None
         self.num_draining = 0
         """Tokens that steps in flight will still bring, after a preemption."""

@@ -43,7 +43,8 @@ class WaitingQueue:
 
     def remove(self, sequence: Sequence) -> None:
         """Raises KeyError if it is not here."""
-        index = self.position(sequence)
+        is_first = bool(self._entries) and self._entries[0][1] is sequence
+        index = 0 if is_first else self.position(sequence)
         if index < 0:
             raise KeyError(sequence.key)
         del self._entries[index]
