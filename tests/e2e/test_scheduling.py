@@ -163,6 +163,30 @@ def test_an_answer_of_a_schema(client: openai.OpenAI, small: Served, temperature
     jsonschema.validate(json.loads(answer.choices[0].message.content), SCHEMA)
 
 
+def test_a_streamed_answer_of_a_schema(client: openai.OpenAI, small: Served) -> None:
+    stream = client.chat.completions.create(
+        model=small.model,
+        messages=[{"role": "user", "content": "Tell me about the capital of Norway as JSON."}],
+        response_format={"type": "json_schema", "json_schema": {"name": "city", "schema": SCHEMA}},
+        temperature=0,
+        max_tokens=120,
+        stream=True,
+    )
+    choices = [chunk.choices[0] for chunk in stream if chunk.choices]
+    jsonschema.validate(json.loads("".join(choice.delta.content or "" for choice in choices)), SCHEMA)
+    assert choices[-1].finish_reason == "stop"
+
+
+def test_a_format_that_min_tokens_outlast_ends_one_request_only(client: openai.OpenAI, small: Served) -> None:
+    body = {"structured_outputs": {"choice": ["cat", "dog"]}}
+    with pytest.raises(openai.InternalServerError) as failure:
+        client.completions.create(model=small.model, prompt="A ", max_tokens=16, extra_body=body | {"min_tokens": 9})
+    assert failure.value.code == "rank_error"
+    assert "min_tokens" in failure.value.message
+    answer = client.completions.create(model=small.model, prompt="A ", max_tokens=16, extra_body=body)
+    assert answer.choices[0].text in {"cat", "dog"}
+
+
 def test_a_choice_of_each_of_several(client: openai.OpenAI, small: Served) -> None:
     answer = client.completions.create(
         model=small.model,
@@ -287,6 +311,33 @@ def test_drafts_come_true_and_change_no_text(small: Served, served: Served) -> N
     assert grown()["spec_decode_num_accepted_tokens"] >= 0.5 * grown()["spec_decode_num_draft_tokens"] > 0
     assert grown()["engine_steps"] <= 16
     assert figures(served)["spec_decode_num_draft_tokens"] == 0
+
+
+def test_an_output_that_repeats_itself_ends(client: openai.OpenAI, small: Served) -> None:
+    answer = client.completions.create(
+        model=small.model,
+        prompt=REPETITIVE,
+        temperature=0,
+        max_tokens=60,
+        extra_body={"repetition_detection": {"max_pattern_size": 12, "min_count": 2, "min_pattern_size": 4}},
+    )
+    assert answer.choices[0].finish_reason == "repetition"
+    assert answer.usage.completion_tokens == 24
+
+
+def test_a_prefix_is_shared_within_its_salt_only(small: Served) -> None:
+    """A prompt of 40 tokens has two full blocks of 16."""
+    background = Background(small)
+
+    def num_cached(name: str, salt: str, **more: object) -> int:
+        background.start(name, prompt=list(range(300, 340)), max_tokens=1, cache_salt=salt, **more)
+        background.join()
+        return int(explain(small, f"cmpl-{name}")["num_cached_tokens"])
+
+    assert num_cached("salted", "a") == 0
+    assert num_cached("salted-otherwise", "b") == 0
+    assert num_cached("salted-again", "a") == 32
+    assert num_cached("unread", "a", skip_reading_prefix_cache=True) == 0
 
 
 def test_streams_come_in_pieces_of_several_tokens(client: openai.OpenAI, small: Served) -> None:

@@ -301,6 +301,15 @@ def test_speculation_within_a_format_changes_no_token(
     assert engine.scheduler.load().num_accepted_tokens > 10
 
 
+@pytest.mark.parametrize("options", [speculative(), {"async_scheduling": True}], ids=["speculative", "async"])
+def test_preemption_within_a_format_changes_no_token(
+    make_engine: MakeEngine, text: Text, formatted: list[list[int]], options: dict[str, Any]
+) -> None:
+    engine = make_engine(num_blocks=9, max_model_len=128, **options)
+    assert run(engine, FORMATTED, text) == formatted
+    assert engine.scheduler.load().num_preemptions >= 1
+
+
 # ---- priority, preemption, steps ahead ----
 
 
