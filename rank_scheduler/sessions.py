@@ -13,6 +13,7 @@ from rank_scheduler.plan import Extension
 from rank_scheduler.rank_state import RankState
 from rank_scheduler.refusals import why_no_tokens, why_too_long
 from rank_scheduler.sequence import RequestEvent, Sequence, SequenceState
+from rank_scheduler.stop_strings import StopStringMatcher
 
 
 class Sessions:
@@ -76,6 +77,9 @@ class Sessions:
         sequence.max_tokens = extend.max_tokens
         sequence.num_prompt_tokens = total
         sequence.ngram = None
+        if sequence.sampling.stop:
+            # The text of the turn before, up to the token that is replaced, is no part of this one's.
+            sequence.stop_strings = StopStringMatcher(sequence.sampling.stop, setup.make_text_decoder())
         del sequence.block_hashes[num_kept // setup.block_size :]
         sequence.note(RequestEvent.EXTENDED, now, f"{len(token_ids)} tokens")
         if slot >= 0:

@@ -58,6 +58,36 @@ def test_input_that_comes_during_a_turn_waits_for_its_end(is_async):
     rank.assert_nothing_held()
 
 
+class Letters:
+    """A text decoder: one letter per token."""
+
+    def step(self, token_ids):
+        return "".join(chr(0x100 + token) for token in token_ids)
+
+
+@pytest.mark.parametrize("is_preempted", [False, True])
+def test_a_stop_string_does_not_reach_over_the_end_of_a_turn(is_preempted):
+    first = expected(prompt_of(10), 4)
+    second = expected([*prompt_of(10), *first[:-1], 3, 1, 4], 8)
+    place = next(place for place in range(1, 8) if second[place] not in second[:place])
+    across, within = Letters().step([first[-1], second[0]]), Letters().step(second[place - 1 : place + 1])
+    assert across not in Letters().step(second)
+    rank = Rank(setup={"make_text_decoder": Letters}, num_blocks=17)
+    rank.submit(1, prompt_of(10), 4, fields=SESSION, stop=(across, within))
+    run_turn(rank)
+    assert rank.tokens[1] == first
+    if is_preempted:
+        rank.submit(2, prompt_of(60, start=2), 4)
+        rank.step_until(lambda: 2 in rank.ends)
+    rank.extend(1, [3, 1, 4], 8)
+    run_turn(rank)
+    assert rank.tokens[1] == first + second[: place + 1]
+    assert [(end.reason, end.stop_reason) for end in rank.turn_ends[1]] == [
+        (FinishReason.LENGTH, None),
+        (FinishReason.STOP, within),
+    ]
+
+
 def test_a_session_that_is_over_when_its_turn_ends_has_one_end_and_no_turn_end():
     rank = make_rank()
     rank.submit(1, prompt_of(10), 3, fields=SESSION)
