@@ -24,12 +24,18 @@ class OwnerTokens:
     tokens: list[int] = field(default_factory=list)
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     first_token_ids: list[int] = field(default_factory=list)
+    shares_ids: bool = False
+    """`ids` is the list that all steady steps of a batch use: `own_ids` copies it before the first change."""
+
+    def own_ids(self) -> list[int]:
+        if self.shares_ids:
+            self.ids, self.shares_ids = self.ids.copy(), False
+        return self.ids
 
     def add(self, wire_id: int, token: int, logprobs: TokenLogprobs | None, is_first: bool) -> None:
         if logprobs is not None:
             self.logprobs[len(self.tokens)] = logprobs
-        # A steady step's list is used by all of them.
-        self.ids = [*self.ids, wire_id]
+        self.own_ids().append(wire_id)
         self.tokens.append(token)
         if is_first:
             self.first_token_ids.append(wire_id)
@@ -115,9 +121,9 @@ class ResultIntake:
         for owner, (mine, ids) in self._steady.ids.items():
             out = self._tokens.get(owner)
             if out is None:
-                self._tokens[owner] = OwnerTokens(ids, tokens[mine].tolist())
+                self._tokens[owner] = OwnerTokens(ids, tokens[mine].tolist(), shares_ids=True)
             else:
-                out.ids = out.ids + ids
+                out.own_ids().extend(ids)
                 out.tokens += tokens[mine].tolist()
         for row in rows.tolist():
             slot = int(slots[row])
@@ -303,7 +309,7 @@ class ResultIntake:
                     logprobs = _logprobs_of(result, row, 0)
                     if logprobs is not None:
                         out.logprobs[index] = logprobs
-            out.ids = out.ids + ids[mine].tolist()
+            out.own_ids().extend(ids[mine].tolist())
             out.tokens += tokens[mine].tolist()
             firsts = is_first[mine]
             if firsts.any():
