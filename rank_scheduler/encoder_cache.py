@@ -118,10 +118,11 @@ class EncoderCache:
         """Drop an entry that is not computed after all: its plan was undone, or failed. Returns who held it.
 
         A holder that still runs must acquire it again, or end. The identifier counts as freed, though the runner may
-        never have heard of it.
+        never have heard of it; so does one without an entry: the plan that should have told the runner has failed.
         """
         entry = self._entries.get(identifier)
         if entry is None:
+            self._freed[identifier] = None
             return frozenset()
         holders = frozenset(entry.holders)
         for key in holders:

@@ -118,6 +118,16 @@ class EncoderCacheMachine(RuleBasedStateMachine):
         assert self.outputs == set(self.entries)
         assert self.cache.take_freed() == []
 
+    @rule()
+    def a_plan_fails(self):
+        """As `ResultIntake.fail`: nothing of it is computed, and the runner was not told what to forget."""
+        for identifier in (*self.to_run, *self.cache.take_freed()):
+            self.cache.discard(identifier)
+            self.held = {pair for pair in self.held if pair[1] != identifier}
+            if identifier in self.entries:
+                self.entries.remove(identifier)
+        self.to_run.clear()
+
     @invariant()
     def agrees(self):
         self.cache.check_integrity()
@@ -160,6 +170,17 @@ def test_what_is_cached_again_is_not_freed():
     cache.release_all("a")
     assert cache.acquire("a", item(b"cat"))
     assert cache.take_freed() == [b"dog"]
+
+
+def test_what_a_failed_plan_should_have_freed_is_freed_by_the_next():
+    cache = EncoderCache(4)
+    cache.acquire("a", item(b"cat"))
+    cache.release_all("a")
+    cache.acquire("a", item(b"dog"))
+    assert cache.take_freed() == [b"cat"]
+    assert cache.discard(b"cat") == frozenset()
+    cache.check_integrity()
+    assert cache.take_freed() == [b"cat"]
 
 
 def test_items_are_released_once_their_last_position_is_executed():
