@@ -8,12 +8,14 @@ from rank_scheduler.config import SchedulerConfig
 from rank_scheduler.interface import SchedulerSetup
 from rank_scheduler.messages import Submit
 
+_MAX_FLOAT32 = float(np.finfo(np.float32).max)
+
 
 def why_impossible(submit: Submit, config: SchedulerConfig, setup: SchedulerSetup) -> str | None:
     """Why this rank can never run the request; None if it can."""
     return (
         _tokens(submit.token_ids, config, setup)
-        or _sampling(submit, config)
+        or _sampling(submit, config, setup)
         or _encoder_inputs(submit, config, setup)
         or _blocks(submit, setup)
     )
@@ -44,12 +46,24 @@ def _tokens(token_ids: bytes, config: SchedulerConfig, setup: SchedulerSetup) ->
     return why_no_tokens(token_ids, setup) or why_too_long(len(token_ids) // 4, config, setup)
 
 
-def _sampling(submit: Submit, config: SchedulerConfig) -> str | None:
+def _sampling(submit: Submit, config: SchedulerConfig, setup: SchedulerSetup) -> str | None:
     sampling, repetition = submit.sampling, submit.sampling.repetition
     if sampling.max_tokens < 1:
         return f"max_tokens is {sampling.max_tokens}: ask for at least one"
     if sampling.min_tokens > sampling.max_tokens:
         return f"min_tokens ({sampling.min_tokens}) is more than max_tokens ({sampling.max_tokens}): lower min_tokens"
+    # A large max_tokens is no fault, the model's length ends the request; min_tokens could not be kept.
+    num_prompt_tokens = len(submit.token_ids) // 4
+    if num_prompt_tokens + sampling.min_tokens > setup.max_model_len:
+        return (
+            f"min_tokens is {sampling.min_tokens}, and after {num_prompt_tokens} prompt tokens there is room for "
+            f"{setup.max_model_len - num_prompt_tokens} until max_model_len ({setup.max_model_len}): lower it"
+        )
+    for name in ("temperature", "top_p", "min_p"):
+        value = getattr(sampling, name)
+        # Runners keep them as float32. Not a number fails every comparison.
+        if not 0 <= value <= _MAX_FLOAT32:
+            return f"{name} is {value}: it must be from 0 to {_MAX_FLOAT32:.1e}"
     if repetition is not None and repetition.min_pattern_size > repetition.max_pattern_size:
         return (
             f"repetition.min_pattern_size ({repetition.min_pattern_size}) is more than max_pattern_size "

@@ -1,5 +1,6 @@
 """What can never run is refused when it arrives, in a sentence that says what to change."""
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -65,6 +66,16 @@ def items(*places: tuple[int, int]) -> tuple[EncoderInput, ...]:
             {"max_tokens": 4, "sampling": {"min_tokens": 5}},
             "min_tokens (5) is more than max_tokens (4): lower min_tokens",
         ),
+        (
+            prompt_of(60),
+            {"max_tokens": 2**63 - 1, "sampling": {"min_tokens": 5}},
+            "min_tokens is 5, and after 60 prompt tokens there is room for 4 until max_model_len (64): lower it",
+        ),
+        ([1], {"max_tokens": 2**63 - 1, "sampling": {"min_tokens": 2**63 - 1}}, "min_tokens is 9223372036854775807"),
+        ([1], {"sampling": {"temperature": 1e39}}, "temperature is 1e+39: it must be from 0 to 3.4e+38"),
+        ([1], {"sampling": {"temperature": -1.0}}, "temperature is -1.0: it must be from 0 to 3.4e+38"),
+        ([1], {"sampling": {"top_p": float("nan")}}, "top_p is nan: it must be from 0 to 3.4e+38"),
+        ([1], {"sampling": {"min_p": float("inf")}}, "min_p is inf: it must be from 0 to 3.4e+38"),
         (
             [1],
             {"sampling": {"repetition": Repetition(max_pattern_size=2, min_count=2, min_pattern_size=3)}},
@@ -192,6 +203,43 @@ def test_the_longest_prompt_and_the_smallest_and_largest_token():
     engine.run()
     assert engine.tokens[1] == tokens_after(prompt_of(63), 1)
     assert engine.tokens[2] == tokens_after([0, VOCAB_SIZE - 1], 2)
+
+
+@pytest.mark.parametrize(
+    ("fields", "sampling"),
+    [
+        ({}, {"max_tokens": 2**64 - 1, "min_tokens": 60}),
+        ({}, {"seed": 2**64 - 1}),
+        ({}, {"top_k": 2**63 - 1}),
+        ({}, {"num_logprobs": 2**63 - 1}),
+        ({}, {"temperature": float(np.finfo(np.float32).max), "top_p": 1e38, "min_p": 1e38}),
+        ({}, {"stop_token_ids": (-(2**63), -1, VOCAB_SIZE, 2**64 - 1), "min_tokens": 1}),
+        ({"priority": 2**31 - 1}, {}),
+        ({"priority": -(2**31)}, {}),
+        ({"id": 2**63 - 1}, {}),
+        ({"is_session": True}, {"max_tokens": 3}),
+    ],
+)
+def test_the_largest_numbers_that_a_message_can_hold_harm_nobody(fields, sampling):
+    engine = SmallEngine(policy="priority")
+    engine.submit(1, prompt_of(4), max_tokens=9)
+    wire_id = fields.get("id", 2)
+    params = SamplingParams(**({"seed": 2, "max_tokens": 2**64 - 1, "temperature": 0.0, "ignore_eos": True} | sampling))
+    message = Submit(**({"id": 2, "token_ids": np.array(prompt_of(4), "<i4").tobytes(), "sampling": params} | fields))
+    engine.scheduler.add(0, msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=Submit), engine.now)
+    engine.run()
+    num_tokens = 60
+    if message.is_session:
+        longest = Extend(2, b"\1\0\0\0", max_tokens=2**64 - 1, is_last=True)
+        engine.tokens[2].clear()
+        engine.scheduler.extend(0, msgspec.msgpack.decode(msgspec.msgpack.encode(longest), type=Extend), engine.now)
+        engine.run()
+        num_tokens = 64 - (4 + 2 + 1)
+    assert engine.ends[1].reason is FinishReason.LENGTH
+    assert engine.tokens[1] == tokens_after(prompt_of(4), 9)
+    assert engine.ends[wire_id].reason is FinishReason.LENGTH
+    assert len(engine.tokens[wire_id]) == num_tokens
+    engine.check_empty()
 
 
 def test_items_that_touch_and_fill_the_encoder():
