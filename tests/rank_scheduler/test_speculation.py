@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from rank_scheduler import result_intake
 from rank_scheduler.config import SpeculativeConfig
 from rank_scheduler.messages import FinishReason, Grammar, GrammarKind
 from rank_scheduler.plan import StepResult
@@ -118,6 +119,53 @@ def test_drafts_are_proposed_from_the_requests_own_text():
     rank.run()
     assert rank.tokens[1] == expected(repeated, 20)
     assert any(plan.num_drafts is not None for plan in rank.plans)
+
+
+def indexed(rank):
+    """How many tokens of each request's n-gram index has, by order of arrival; None: it has no index."""
+    sequences = sorted(rank.scheduler._state.sequences.values(), key=lambda sequence: sequence.order)
+    return [None if sequence.ngram is None else len(sequence.ngram) for sequence in sequences]
+
+
+def test_prompts_are_indexed_in_portions_and_get_drafts_once_that_is_done(monkeypatch):
+    monkeypatch.setattr(result_intake, "MAX_NUM_INDEXED", 16)
+    prompt, continuation = foreseen()
+    repeated = prompt + continuation + prompt[-2:] + continuation[:4]
+    rank = make_rank(num_drafts=2, max_num_batched_tokens=96)
+    rank.submit(1, [3] * 8, 40)
+    rank.step()
+    assert indexed(rank) == [9]
+    rank.submit(2, repeated, 30)
+    rank.submit(3, repeated, 30)
+    num_plans, before = len(rank.plans), 0
+    lengths = []
+    while lengths[-1:] != [[len(repeated) + len(rank.tokens[k]) for k in (2, 3)]]:
+        rank.step()
+        first, *others = indexed(rank)
+        lengths.append(others)
+        assert first == 8 + len(rank.tokens[1]), "who has caught up stays so"
+        assert sum(others) - before <= 16 + 2 * (1 + 2)
+        before = sum(others)
+    assert lengths[:2] == [[16, 0], [26, 6]]
+    assert rank.plans[num_plans + 1].num_drafts is None or not rank.plans[num_plans + 1].num_drafts[1:].any()
+    rank.run()
+    for request_id, tokens in ((1, [3] * 8), (2, repeated), (3, repeated)):
+        assert rank.tokens[request_id] == expected(tokens, 40 if request_id == 1 else 30)
+    assert rank.scheduler.take_stats().num_accepted_tokens > 0
+    rank.assert_nothing_held()
+
+
+def test_a_prompt_is_indexed_while_it_is_computed(monkeypatch):
+    monkeypatch.setattr(result_intake, "MAX_NUM_INDEXED", 16)
+    rank = make_rank(max_num_batched_tokens=16)
+    rank.submit(1, prompt_of(40), 4)
+    lengths = []
+    for _ in range(3):
+        rank.step()
+        lengths += indexed(rank)
+    assert lengths == [16, 32, 41]
+    rank.run()
+    assert rank.tokens[1] == expected(prompt_of(40), 4)
 
 
 @pytest.mark.parametrize("num_drafts", [1, 3])
