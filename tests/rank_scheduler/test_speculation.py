@@ -132,12 +132,16 @@ def test_prompts_are_indexed_in_portions_and_get_drafts_once_that_is_done(monkey
     prompt, continuation = foreseen()
     repeated = prompt + continuation + prompt[-2:] + continuation[:4]
     rank = make_rank(num_drafts=2, max_num_batched_tokens=96)
+
+    def drafts_of_the_later_ones():
+        return sum(int(plan.num_drafts[plan.slots > 0].sum()) for plan in rank.plans if plan.num_drafts is not None)
+
     rank.submit(1, [3] * 8, 40)
     rank.step()
     assert indexed(rank) == [9]
     rank.submit(2, repeated, 30)
     rank.submit(3, repeated, 30)
-    num_plans, before = len(rank.plans), 0
+    before = 0
     lengths = []
     while lengths[-1:] != [[len(repeated) + len(rank.tokens[k]) for k in (2, 3)]]:
         rank.step()
@@ -147,11 +151,11 @@ def test_prompts_are_indexed_in_portions_and_get_drafts_once_that_is_done(monkey
         assert sum(others) - before <= 16 + 2 * (1 + 2)
         before = sum(others)
     assert lengths[:2] == [[16, 0], [26, 6]]
-    assert rank.plans[num_plans + 1].num_drafts is None or not rank.plans[num_plans + 1].num_drafts[1:].any()
+    assert drafts_of_the_later_ones() == 0
     rank.run()
+    assert drafts_of_the_later_ones() > 0
     for request_id, tokens in ((1, [3] * 8), (2, repeated), (3, repeated)):
         assert rank.tokens[request_id] == expected(tokens, 40 if request_id == 1 else 30)
-    assert rank.scheduler.take_stats().num_accepted_tokens > 0
     rank.assert_nothing_held()
 
 
