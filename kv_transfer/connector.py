@@ -82,7 +82,10 @@ class SchedulerConnector(Protocol):
         ...
 
     def request_finished(self, request: KvRequest, block_ids: npt.NDArray[np.int32]) -> bool:
-        """The request has ended; True: keep its blocks until `SendFinished`. Called once per request that had blocks."""
+        """The request has ended; True: keep its blocks until `SendFinished`. Called once for every request.
+
+        `block_ids` has no columns if it held no blocks when it ended, or if a load may still write into them.
+        """
         ...
 
     def has_pending_work(self) -> bool:

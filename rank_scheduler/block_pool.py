@@ -172,6 +172,9 @@ class BlockPool:
         counts = [self._ref_counts[block] for block in blocks if block]
         return counts.count(0)
 
+    def num_references(self, block: int) -> int:
+        return self._ref_counts[block]
+
     def num_sole_references(self, blocks: Iterable[int]) -> int:
         """How many of `blocks` would become free if one holder let go of them."""
         counts = [self._ref_counts[block] for block in blocks]

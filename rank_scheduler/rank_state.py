@@ -73,6 +73,7 @@ class RankState:
         groups = setup.kv_groups
         if config.disable_hybrid_kv_cache_manager:
             groups = tuple(KvGroup() for _ in groups)
+        self._no_blocks = np.zeros((len(setup.kv_groups), 0), np.int32)
         self.kv = KvCacheManager(setup.num_blocks, setup.block_size, groups, emit_events=setup.emit_kv_events)
         self.batch = RunningBatch(
             config.max_num_seqs,
@@ -143,7 +144,8 @@ class RankState:
     @property
     def watermark_blocks(self) -> int:
         """Blocks that must stay free when a request is admitted now."""
-        return int(self.config.watermark * self.setup.num_blocks) if len(self.batch) else 0
+        someone_runs = len(self.batch) > self.batch.num_idle
+        return int(self.config.watermark * self.setup.num_blocks) if someone_runs else 0
 
     # ---- moves ----
 
@@ -163,6 +165,7 @@ class RankState:
         """Whether the connector may still load something for it."""
         return (
             sequence.kv_request is not None
+            and sequence.reads_prefix_cache
             and not sequence.is_preempted
             and sequence.num_load_failures <= self.config.max_kv_load_retries
         )
@@ -199,25 +202,12 @@ class RankState:
         pooled: bytes = b"",
     ) -> None:
         """The one way out: whatever the sequence holds is given back, and its owner will hear of it."""
-        if sequence.slot < 0:
-            sequence.num_generated = len(sequence.token_ids) - sequence.num_prompt_tokens
         if sequence.slot >= 0:
             # Nobody knows what a step that failed has written.
             self._leave_slot(sequence.slot, is_over=True, caches=reason is not FinishReason.ERROR)
-        elif sequence.key in self.deferred:
-            del self.deferred[sequence.key]
-            self.forget_draining(sequence)
-            if sequence.state is SequenceState.WAITING_FOR_KV_LOAD:
-                self.num_loading -= 1
-                assert sequence.blocks is not None
-                self.quarantine[sequence.key] = HeldBlocks(sequence.blocks, sequence.cross_blocks)
-        elif sequence.blocks is not None:
-            self.loaded.remove(sequence)
-            self._let_go(sequence, sequence.blocks, is_over=True)
-        elif self.waiting.position(sequence) >= 0:
-            self.waiting.remove(sequence)
         else:
-            self.load_candidates.remove(sequence)
+            sequence.num_generated = len(sequence.token_ids) - sequence.num_prompt_tokens
+            self._leave_queue(sequence)
         sequence.move(SequenceState.FINISHED)
         sequence.finish_reason = reason
         sequence.note(RequestEvent.FINISHED, now, f"{reason}: {message}" if message else str(reason))
@@ -360,6 +350,26 @@ class RankState:
         self._let_go(sequence, table, is_over=is_over)
         return sequence
 
+    def _leave_queue(self, sequence: Sequence) -> None:
+        """A sequence without a slot ends."""
+        blocks = sequence.blocks
+        if sequence.key in self.deferred:
+            del self.deferred[sequence.key]
+            self.forget_draining(sequence)
+            if sequence.state is SequenceState.WAITING_FOR_KV_LOAD:
+                self.num_loading -= 1
+                assert blocks is not None
+                # The load may still write.
+                self.quarantine[sequence.key] = HeldBlocks(blocks, sequence.cross_blocks)
+                sequence.blocks, sequence.cross_blocks, blocks = None, [], None
+        elif blocks is not None:
+            self.loaded.remove(sequence)
+        elif self.waiting.position(sequence) >= 0:
+            self.waiting.remove(sequence)
+        else:
+            self.load_candidates.remove(sequence)
+        self._let_go(sequence, self._no_blocks if blocks is None else blocks, is_over=True)
+
     def _let_go(self, sequence: Sequence, table: Int32Array, *, is_over: bool) -> None:
         """Give up a sequence's blocks: now, after the steps in flight, or when the connector's peers have read them."""
         held = HeldBlocks(table, sequence.cross_blocks)
@@ -372,7 +382,7 @@ class RankState:
             request = KvRequest(
                 sequence.key, sequence.token_ids, tuple(sequence.block_hashes), sequence.kv_request.params
             )
-            if connector.request_finished(request, table):
+            if connector.request_finished(request, table) and table.size:
                 self.sending[sequence.key] = held
                 return
         if self.flights:

@@ -69,9 +69,11 @@ class RunningPass:
         if not len(slots) or draft.budget <= 0:
             return
         counts = self._share(slots, draft, yielding)
+        # Where nobody else has a part of this step, nobody loses one.
+        self._grow(slots, counts, draft, now, may_preempt=not yielding or not draft.slots)
         if batch.num_with_encoder_inputs:
+            # Last: an item that is planned must not lose the row that it is for.
             self._fit_encoder_inputs(slots, counts, draft)
-        self._grow(slots, counts, draft, now, may_preempt=not yielding)
         scheduled = counts > 0
         if not scheduled.all():
             slots, counts = slots[scheduled], counts[scheduled]
@@ -103,6 +105,9 @@ class RunningPass:
         if int(wanted.sum()) > draft.budget:
             before = np.cumsum(wanted) - wanted
             shares = np.clip(draft.budget - before, 0, wanted).astype(np.int32)
+            if not self._state.config.enable_chunked_prefill:
+                # The next input of a session, which is computed in one step or not at all.
+                shares[(shares < wanted) & (known - batch.num_computed[slots] > 1)] = 0
         if self._has_cadence and is_prefill is not None:
             draft.has_prefill |= bool(shares[is_prefill].any())
         return shares
@@ -170,6 +175,9 @@ class RunningPass:
             else:
                 self._append(np.repeat(growing, num_new), draft)
             return
+        if self._max_drafts and self._drop_drafts(slots, counts):
+            self._grow(slots, counts, draft, now, may_preempt=may_preempt)
+            return
         if not may_preempt:
             # All others have their part of this step already.
             counts[lacking] = 0
@@ -177,6 +185,14 @@ class RunningPass:
         for index, count in zip(lacking.tolist(), num_new.tolist(), strict=True):
             if self._make_room(index, count * state.kv.num_groups, slots, counts, draft, now):
                 self._append(np.full(count, slots[index], np.int32), draft)
+
+    def _drop_drafts(self, slots: Int32Array, counts: Int32Array) -> bool:
+        """Nobody gives up blocks for what may prove wrong; False if there are no drafts."""
+        batch = self._state.batch
+        known = batch.num_tokens[slots] - batch.num_computed[slots]
+        has_drafts = counts > known
+        counts[has_drafts] = known[has_drafts]
+        return bool(has_drafts.any())
 
     def _append(self, slots: Int32Array, draft: StepDraft) -> None:
         columns = self._state.kv.take_columns(len(slots))
@@ -222,22 +238,18 @@ class RunningPass:
         candidates = [
             slot
             for slot in reversed(batch.order.tolist())
-            if state.kv.num_freed_by(batch.table(slot))
-            and (not self._by_priority or batch.priority[slot] >= batch.priority[requester])
+            if not self._by_priority or batch.priority[slot] >= batch.priority[requester]
         ]
-        if not candidates:
-            return None
         # Where only the requester runs, giving up its own blocks would help nobody.
         is_alone = all(slot == requester or batch.is_idle[slot] for slot in candidates)
-        victim: int = min(
-            candidates,
+        candidates.sort(
             key=lambda slot: (
                 bool(batch.is_idle[slot]) is not is_alone,
                 -int(batch.priority[slot]) if self._by_priority else 0,
                 0 if last else int(batch.num_computed[slot]),
-            ),
+            )
         )
-        return victim
+        return next((slot for slot in candidates if state.kv.num_freed_by(batch.table(slot))), None)
 
 
 def _either(held: BoolArray | None, more: BoolArray) -> BoolArray:

@@ -12,13 +12,16 @@ from rank_scheduler.config import SchedulerConfig
 from rank_scheduler.explanation import explain
 from rank_scheduler.interface import PauseState, SchedulerSetup
 from rank_scheduler.kv_events import KvEvent
+from rank_scheduler.load_pass import LoadPass
 from rank_scheduler.messages import End, Explanation, Extend, FinishReason, RankLoad, StepFrame, Submit
+from rank_scheduler.needs import Needs
 from rank_scheduler.plan import Int32Array, StepPlan, StepResult
 from rank_scheduler.plan_builder import PlanBuilder
 from rank_scheduler.prefix_hash import ExtraKeys
 from rank_scheduler.rank_state import RankState
 from rank_scheduler.refusals import why_impossible
 from rank_scheduler.result_intake import ResultIntake
+from rank_scheduler.room import RoomMaker
 from rank_scheduler.running_pass import RunningPass, StepDraft
 from rank_scheduler.sequence import RequestEvent, Sequence, SequenceState
 from rank_scheduler.sessions import Sessions
@@ -51,7 +54,10 @@ class Scheduler:
         self.num_ignored_messages = 0
         self._state = RankState(config, setup)
         self._running = RunningPass(self._state)
-        self._waiting = WaitingPass(self._state)
+        needs = Needs(self._state)
+        self._loads = LoadPass(self._state, needs)
+        self._room = RoomMaker(self._state, needs)
+        self._waiting = WaitingPass(self._state, needs, self._loads, self._room)
         self._builder = PlanBuilder(self._state)
         self._sessions = Sessions(self._state)
         self._steady = SteadyBatch(self._state, self._builder)
@@ -111,6 +117,8 @@ class Scheduler:
             self.num_ignored_messages += 1
             return
         self._is_stuck = False
+        key = (owner, request_id)
+        self._compile_actions = [action for action in self._compile_actions if (action.owner, action.id) != key]
         self._state.finish(sequence, FinishReason.ABORT, now)
 
     def drop_owner(self, owner: int, now: float) -> None:
@@ -156,7 +164,7 @@ class Scheduler:
         if sequence is None or sequence.state is not SequenceState.WAITING_FOR_KV_LOAD:
             self.num_ignored_messages += 1
             return
-        self._waiting.take_loaded(sequence, event, now)
+        self._loads.take(sequence, event, now)
 
     def send_finished(self, event: SendFinished, now: float) -> None:
         """Nobody reads the blocks of this ended request any more."""
@@ -210,6 +218,7 @@ class Scheduler:
         if plan is not None:
             return plan
         self._waiting.begin()
+        num_preemptions = state.num_preemptions
         draft = self._begin(now)
         if state.pause is not PauseState.PAUSED_ALL:
             self._running.run(draft, now)
@@ -221,7 +230,8 @@ class Scheduler:
         plan = self._builder.build(draft, self._waiting.entered, self._waiting.copies, now)
         if plan is None:
             # A preemption has made room that the next turn may give away.
-            self._is_stuck = not self._waiting.must_ask_again and not draft.num_preempted
+            has_changed = state.num_preemptions != num_preemptions
+            self._is_stuck = not (has_changed or self._waiting.must_ask_again or self._loads.must_ask_again)
             return None
         if draft.has_prefill:
             self._last_prefill_step = state.num_steps
@@ -316,12 +326,16 @@ class Scheduler:
             cap = config.long_prefill_token_threshold
             if config.long_prefill_token_threshold_adaptive:
                 cap = max(cap, config.max_num_batched_tokens // num_requests)
+        budget, defers_prefills = config.num_scheduled_tokens_limit, self._defers_prefills()
+        yields_to = None
+        if config.policy == "priority" and not defers_prefills:
+            yields_to = self._room.make_for_priority(budget, now)
         return StepDraft(
-            budget=config.num_scheduled_tokens_limit,
+            budget=budget,
             prefill_cap=cap,
-            defer_prefills=self._defers_prefills(),
+            defer_prefills=defers_prefills,
             encoder_budget=config.encoder_budget,
-            yields_to=self._waiting.make_room_for_priority(now) if config.policy == "priority" else None,
+            yields_to=yields_to,
         )
 
     def _defers_prefills(self) -> bool:

@@ -114,7 +114,6 @@ class Sequence:
     __slots__ = (
         "_first_entries",
         "_last_entries",
-        "arrival",
         "block_hashes",
         "blocks",
         "cross_blocks",
@@ -169,7 +168,6 @@ class Sequence:
         self.priority = submit.priority
         self.order = order
         """Number of arrival on this rank."""
-        self.arrival = now
         self.sampling = submit.sampling
         self.max_tokens = submit.sampling.max_tokens
         """Of the present turn."""
@@ -217,8 +215,8 @@ class Sequence:
         self.obstacle = Obstacle(WaitReason.NEW)
         self.pass_number = -1
         """Of the waiting pass in which `obstacle` was found."""
-        self.probe_memo: tuple[int, int, Obstacle] | None = None
-        """(pool version, free blocks, obstacle) of the latest attempt that lacked blocks."""
+        self.probe_memo: tuple[tuple[int, int, int], Obstacle] | None = None
+        """Of the latest attempt that lacked blocks: what it depended on, and the obstacle."""
         self._first_entries: list[TimelineEntry] = []
         self._last_entries: deque[TimelineEntry] = deque(maxlen=_NUM_LAST_ENTRIES)
         self.note(RequestEvent.QUEUED, now)

@@ -35,7 +35,6 @@ class SteadyBatch:
         self._is_possible = (
             config.speculative is None
             and config.runner_type == "generate"
-            and config.policy == "fcfs"
             and state.setup.connector is None
             and not state.kv.has_windows
         )
@@ -171,7 +170,7 @@ class SteadyBatch:
         ):
             return False
         if state.waiting:
-            if len(batch) < self._limit:
+            if len(batch) < self._limit or state.config.policy != "fcfs":
                 return False
             state.pass_number += 1
             state.pass_obstacle = Obstacle(WaitReason.SLOTS, {"num_active": len(batch), "limit": self._limit})

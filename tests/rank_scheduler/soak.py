@@ -306,6 +306,8 @@ class Soak:
             assert plan.total_tokens <= self.config.num_scheduled_tokens_limit
             engine.in_flight.append(plan)
         self.check_caps(plan)
+        if plan is None and not engine.in_flight:
+            self.check_not_stuck()
         engine.take(scheduler.take_frames())
         scheduler.check_integrity()
         if not self.is_draining and rng.random() < 0.3:
@@ -325,6 +327,15 @@ class Soak:
                 if rng.random() < 0.03:
                     engine.take(scheduler.update(plan, StepResult(np.zeros((0, 1), np.int32)), engine.now))
                     engine.take(scheduler.fail(plan, "late", engine.now))
+
+    def check_not_stuck(self) -> None:
+        """A scheduler that waits for an event must have somebody who will bring one."""
+        scheduler, state = self.engine.scheduler, self.engine.scheduler._state
+        if scheduler.has_work() or state.pause is not PauseState.UNPAUSED:
+            return
+        may_go_on = [*state.waiting, *state.loaded, *state.load_candidates]
+        may_go_on += [state.batch.at(slot) for slot in state.batch.order.tolist() if not state.batch.is_idle[slot]]
+        assert not may_go_on or state.num_loading or state.quarantine or state.sending, "nothing wakes the scheduler"
 
     def check_caps(self, plan: StepPlan | None) -> None:
         state, config = self.engine.scheduler._state, self.config

@@ -377,7 +377,8 @@ def test_a_request_that_was_never_given_blocks_is_not_kept():
     rank.step()
     rank.abort(2)
     rank.run()
-    assert rank.connector.finished == []
+    # The connector hears of its end all the same: a peer may hold a ticket for it.
+    assert rank.connector.finished == [(0, 2)]
     rank.assert_nothing_held()
 
 
