@@ -133,8 +133,8 @@ def test_prompts_are_indexed_in_portions_and_get_drafts_once_that_is_done(monkey
     repeated = prompt + continuation + prompt[-2:] + continuation[:4]
     rank = make_rank(num_drafts=2, max_num_batched_tokens=96)
 
-    def drafts_of_the_later_ones():
-        return sum(int(plan.num_drafts[plan.slots > 0].sum()) for plan in rank.plans if plan.num_drafts is not None)
+    def drafts_of_the_last_one():
+        return sum(int(plan.num_drafts[plan.slots == 2].sum()) for plan in rank.plans if plan.num_drafts is not None)
 
     rank.submit(1, [3] * 8, 40)
     rank.step()
@@ -151,9 +151,9 @@ def test_prompts_are_indexed_in_portions_and_get_drafts_once_that_is_done(monkey
         assert sum(others) - before <= 16 + 2 * (1 + 2)
         before = sum(others)
     assert lengths[:2] == [[16, 0], [26, 6]]
-    assert drafts_of_the_later_ones() == 0
+    assert drafts_of_the_last_one() == 0
     rank.run()
-    assert drafts_of_the_later_ones() > 0
+    assert drafts_of_the_last_one() > 0
     for request_id, tokens in ((1, [3] * 8), (2, repeated), (3, repeated)):
         assert rank.tokens[request_id] == expected(tokens, 40 if request_id == 1 else 30)
     rank.assert_nothing_held()
