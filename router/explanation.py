@@ -29,6 +29,8 @@ class RouterStage(StrEnum):
 
     ADMISSION = "admission"
     """The control actor has not counted it yet."""
+    FORMAT_CHECK = "format_check"
+    """Its output format is being checked, one after another in a router."""
     TOKENIZATION = "tokenization"
     PLACEMENT = "placement"
     """No connected rank has room for it."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +22,8 @@ from llguidance import LLMatcher, LLParserLimits
 
 from rank_scheduler.messages import Grammar, GrammarKind
 from router.errors import invalid
+
+logger = logging.getLogger(__name__)
 
 MAX_GRAMMAR_BYTES = 64 << 10
 """Of a grammar's text in UTF-8. Every sequence of a request carries it to its rank."""
@@ -100,7 +103,7 @@ class GrammarChecker:
     async def check(self, grammar: Grammar, param: str) -> None:
         """Raises ApiError, which names the field `param` and what is wrong with it.
 
-        What cannot be checked in time passes: the rank, which compiles it, has the last word.
+        What cannot be checked, or not in time, passes: the rank, which compiles it, has the last word.
         """
         fault = ""
         with contextlib.suppress(TimeoutError):
@@ -120,6 +123,9 @@ def _fault(grammar: Grammar) -> str:
         return shown_reason(LLMatcher.validate_grammar(llguidance_grammar(grammar), limits=parser_limits()))
     except ValueError as error:
         return str(error)
+    except BaseException:  # a panic of llguidance's is no Exception
+        logger.exception("llguidance cannot check a grammar of %d characters", len(grammar.text))
+        return ""
 
 
 def _parsed(text: str) -> Any:

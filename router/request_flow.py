@@ -104,6 +104,7 @@ class RequestFlow:
         self._key = self._control.new_key()
         await self._control.acquire(self._key, request.num_sequences, 0)
         if (asked := request.output_grammar) is not None:
+            self._stage = RouterStage.FORMAT_CHECK
             await self._grammar_checker.check(asked[1], asked[0])
             self._raise_error()
         self._stage = RouterStage.TOKENIZATION
@@ -163,6 +164,8 @@ class RequestFlow:
         match self._stage:
             case RouterStage.ADMISSION:
                 message = "waits for the control actor to count it in the cluster's queue"
+            case RouterStage.FORMAT_CHECK:
+                message = "waits for its output format to be checked"
             case RouterStage.TOKENIZATION:
                 message = "waits for its prompt's tokens"
             case RouterStage.PLACEMENT:

@@ -11,9 +11,10 @@ import httpx
 import msgspec
 import pytest
 
-from rank_scheduler.messages import Explained, Explanation, TimelineEntry
+from rank_scheduler.messages import Explained, Explanation, Grammar, TimelineEntry
 from router.control_messages import Members
 from router.explanation import InRouter, RankAnswer, RouterStage, put_together
+from router.grammar_check import GrammarChecker
 from router.rank_link import RankLink
 from router.service import RouterService
 from tests.router.fake_cluster import SECRET, Cluster, in_loop, running, until
@@ -183,6 +184,34 @@ async def test_a_request_that_is_not_counted_yet_is_in_the_router(tmp_path: Path
         assert (sequence["state"], sequence["reason"]) == ("in_router", "admission")
         assert not cluster.ranks[0].explains
         asked.cancel()
+
+
+@in_loop
+async def test_a_request_whose_output_format_is_being_checked_is_in_the_router(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked = asyncio.Event()
+
+    async def check(self: GrammarChecker, grammar: Grammar, param: str) -> None:
+        await checked.wait()
+
+    monkeypatch.setattr(GrammarChecker, "check", check)
+    async with running(tmp_path) as cluster:
+        cluster.control.is_mute = True
+        asked = asyncio.create_task(cluster.complete(structured_outputs={"regex": "a+"}))
+        await until(lambda: len(cluster.service._flows) == 1)
+        request_id = id_of_only_flow(cluster)
+        (sequence,) = (await explained(cluster, request_id))["sequences"]
+        assert sequence["reason"] == "admission"
+        cluster.control.is_mute = False
+        asked.cancel()
+        asked = asyncio.create_task(cluster.complete(structured_outputs={"regex": "a+"}))
+        await until(lambda: [flow._stage for flow in cluster.service._flows] == [RouterStage.FORMAT_CHECK])
+        (sequence,) = (await explained(cluster, id_of_only_flow(cluster)))["sequences"]
+        assert (sequence["state"], sequence["reason"]) == ("in_router", "format_check")
+        assert sequence["message"] == "waits for its output format to be checked"
+        checked.set()
+        assert (await asked).status_code == 200
 
 
 @in_loop

@@ -275,6 +275,25 @@ async def test_a_check_that_takes_too_long_is_left_to_the_rank(tmp_path: Path, m
 
 
 @in_loop
+async def test_a_panic_of_the_check_is_left_to_the_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class PanicException(BaseException):
+        """As pyo3 raises it."""
+
+    def panics(grammar: Grammar) -> str:
+        raise PanicException("broken")
+
+    async with running(tmp_path) as cluster:
+        monkeypatch.setattr(grammar_check, "llguidance_grammar", panics)
+        assert (await cluster.chat(guided_regex="never seen")).status_code == 200
+        assert cluster.ranks[0].submits[-1].grammar == Grammar(GrammarKind.REGEX, "never seen")
+        assert "llguidance cannot check a grammar of 10 characters" in caplog.text
+        monkeypatch.undo()
+        assert (await cluster.chat(guided_regex="a(")).status_code == 400
+
+
+@in_loop
 async def test_the_openai_client_parses_what_it_asked_for(tmp_path: Path) -> None:
     from pydantic import BaseModel
 
