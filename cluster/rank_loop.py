@@ -93,6 +93,8 @@ class GrammarCompiled:
     id: int
     matcher: GrammarMatcher | None
     error: str = ""
+    is_request_fault: bool = True
+    """Of the error; else another attempt may do."""
 
 
 @dataclass(frozen=True, slots=True)

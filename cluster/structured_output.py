@@ -40,7 +40,7 @@ _FIELDS = {
     GrammarKind.LARK: "the Lark grammar (structured_outputs.grammar)",
 }
 
-OnDone = Callable[[int, int, GrammarMatcher | None, str], None]
+OnDone = Callable[[int, int, GrammarMatcher | None, str, bool], None]
 
 
 class _Job:
@@ -59,10 +59,10 @@ class _Job:
 class GrammarCompiler:
     """Compiles grammars for one rank. All methods may be called from any thread; `close` it in the end.
 
-    `on_done` gets owner, id, and either a matcher that is the caller's alone from then on, or why there is none. It
-    is called from the compiler's threads, or within `compile` if the answer is known, and must not block; it may
-    come just after a `cancel` that was too late. A grammar may wait `timeout_s` for its turn, and be compiled for
-    as long.
+    `on_done` gets owner, id, a matcher that is the caller's alone from then on, or else why there is none, and
+    whether that is the grammar's fault (else another attempt may do). It is called from the compiler's threads, or
+    within `compile` if the answer is known, and must not block; it may come just after a `cancel` that was too late.
+    A grammar may wait `timeout_s` for its turn, and be compiled for as long.
     """
 
     def __init__(
@@ -99,6 +99,7 @@ class GrammarCompiler:
     def compile(self, action: CompileGrammar) -> None:
         """Answered by `on_done`, once."""
         key, grammar = (action.owner, action.id), action.grammar
+        is_request_fault = True
         with self._lock:
             if self._is_closed or key in self._waiting:
                 return
@@ -107,10 +108,11 @@ class GrammarCompiler:
                 self._compiled.move_to_end(grammar)
             elif grammar not in self._jobs and len(self._queue) == MAX_NUM_JOBS:
                 outcome = f"{MAX_NUM_JOBS} grammars wait to be compiled already; send the request again later"
+                is_request_fault = False
             else:
                 self._wait_for(grammar, key)
         if outcome is not None:
-            self._answer([key], outcome)
+            self._answer([key], outcome, is_request_fault)
 
     def cancel(self, owner: int, request_id: int) -> None:
         """Nobody waits for this one any more. Ignored if it is answered already."""
@@ -221,16 +223,17 @@ class GrammarCompiler:
                     self._has_deadline.wait(None if soonest is None else soonest - now)
                     continue
                 answers = [self._give_up(job) for job in late]
-            for waiters, message in answers:
-                self._answer(waiters, message)
+            for waiters, message, is_request_fault in answers:
+                self._answer(waiters, message, is_request_fault)
 
-    def _give_up(self, job: _Job) -> tuple[list[tuple[int, int]], str]:
-        """Its waiters, and what to tell them."""
+    def _give_up(self, job: _Job) -> tuple[list[tuple[int, int]], str, bool]:
+        """Its waiters, what to tell them, and whether their grammar is at fault."""
         if not job.is_running:
             self._queue.remove(job)
-            return self._take_waiters(job), (
+            message = (
                 f"{_FIELDS[job.grammar.kind]} waited {self._timeout_s:g} s to be compiled; send the request again later"
             )
+            return self._take_waiters(job), message, False
         message = (
             f"{_FIELDS[job.grammar.kind]} cannot be compiled within {self._timeout_s:g} s; simplify it, or use a "
             "smaller one"
@@ -242,7 +245,7 @@ class GrammarCompiler:
         self._num_stuck += 1
         if self._num_stuck <= MAX_NUM_STUCK and self._num_healthy < self._num_threads:
             self._start_worker()
-        return waiters, message
+        return waiters, message, True
 
     def _take_waiters(self, job: _Job) -> list[tuple[int, int]]:
         """The job is over."""
@@ -257,15 +260,15 @@ class GrammarCompiler:
         while len(self._compiled) > self._cache_size:
             self._compiled.popitem(last=False)
 
-    def _answer(self, waiters: list[tuple[int, int]], outcome: LLMatcher | str) -> None:
+    def _answer(self, waiters: list[tuple[int, int]], outcome: LLMatcher | str, is_request_fault: bool = True) -> None:
         for owner, request_id in waiters:
             if self._is_closed:
                 return
             try:
                 if isinstance(outcome, str):
-                    self._on_done(owner, request_id, None, outcome)
+                    self._on_done(owner, request_id, None, outcome, is_request_fault)
                 else:
-                    self._on_done(owner, request_id, Matcher(outcome.deep_copy(), self._vocabulary), "")
+                    self._on_done(owner, request_id, Matcher(outcome.deep_copy(), self._vocabulary), "", False)
             except Exception:
                 logger.exception("could not hand over the grammar of request %d", request_id)
 

@@ -81,8 +81,21 @@ class SchedulerInterface(Protocol):
     # Events from the rank's edge.
     def take_compile_actions(self) -> list[CompileGrammar]: ...
     def grammar_compiled(
-        self, owner: int, request_id: int, matcher: GrammarMatcher | None, error: str, now: float
-    ) -> None: ...
+        self,
+        owner: int,
+        request_id: int,
+        matcher: GrammarMatcher | None,
+        error: str,
+        now: float,
+        *,
+        is_request_fault: bool = True,
+    ) -> None:
+        """A grammar is ready, or (`matcher` None) is not for the reason `error`, which ends this request only.
+
+        Not `is_request_fault`: there was no room or time for it, and another attempt may do.
+        """
+        ...
+
     def load_finished(self, event: LoadFinished, now: float) -> None: ...
     def send_finished(self, event: SendFinished, now: float) -> None: ...
 

@@ -98,14 +98,16 @@ class Answers:
     """What a compiler called back, as a queue."""
 
     def __init__(self) -> None:
-        self.queue: queue.SimpleQueue[tuple[int, int, GrammarMatcher | None, str]] = queue.SimpleQueue()
+        self.queue: queue.SimpleQueue[tuple[int, int, GrammarMatcher | None, str, bool]] = queue.SimpleQueue()
         self.threads: set[str] = set()
 
-    def __call__(self, owner: int, request_id: int, matcher: GrammarMatcher | None, error: str) -> None:
+    def __call__(
+        self, owner: int, request_id: int, matcher: GrammarMatcher | None, error: str, is_request_fault: bool
+    ) -> None:
         self.threads.add(threading.current_thread().name)
-        self.queue.put((owner, request_id, matcher, error))
+        self.queue.put((owner, request_id, matcher, error, is_request_fault))
 
-    def take(self) -> tuple[int, int, GrammarMatcher | None, str]:
+    def take(self) -> tuple[int, int, GrammarMatcher | None, str, bool]:
         return self.queue.get(timeout=TIMEOUT_S)
 
     @property
@@ -146,7 +148,7 @@ def compiled(vocabulary: Vocabulary, grammar: Grammar) -> Matcher:
     answers = Answers()
     compiler = GrammarCompiler(vocabulary, answers, num_threads=1, timeout_s=TIMEOUT_S)
     compiler.compile(CompileGrammar(1, 1, grammar))
-    _, _, matcher, error = answers.take()
+    _, _, matcher, error, _ = answers.take()
     compiler.close()
     assert isinstance(matcher, Matcher), error
     return matcher
@@ -362,7 +364,8 @@ def test_wrong_grammars_are_answered_with_a_sentence(compiler: GrammarCompiler, 
     grammar, word = BAD[case]
     for request_id in (1, 2):  # the second answer is a remembered one
         compiler.compile(CompileGrammar(7, request_id, grammar))
-        owner, answered, matcher, error = answers.take()
+        owner, answered, matcher, error, is_request_fault = answers.take()
+        assert is_request_fault
         assert (owner, answered, matcher) == (7, request_id, None)
         assert word in error
         assert error.endswith("; correct or simplify it")
@@ -496,6 +499,7 @@ def test_too_many_waiting_grammars_are_refused_at_once(
     refused = [answers.take(), answers.take()]
     assert [answer[1] for answer in refused] == [4, 5]
     assert all("3 grammars wait to be compiled already; send the request again later" in a[3] for a in refused)
+    assert not any(answer[4] for answer in refused), "it is no fault of theirs"
     gate.opened.set()
     assert sorted(answers.take()[1] for _ in range(5)) == [0, 1, 2, 3, 6]
     compiler.close()
@@ -514,6 +518,7 @@ def test_a_grammar_that_takes_too_long_is_given_up_and_others_go_on(
     given_up = sorted([answers.take(), answers.take()], key=lambda answer: answer[1])
     assert [answer[:3] for answer in given_up] == [(1, 0, None), (1, 1, None)]
     assert all("the choices" in a[3] and "cannot be compiled within 30 s; simplify it" in a[3] for a in given_up)
+    assert all(answer[4] for answer in given_up)
     assert "gave up a grammar" in caplog.text
     # Both threads still work on them; others do not notice, and the same grammar is not tried again.
     for request_id in range(2, 10):
@@ -543,7 +548,9 @@ def test_the_threads_that_are_stuck_are_bounded(
         assert "cannot be compiled within" in answers.take()[3]
     compiler.compile(CompileGrammar(1, 3, choice(3)))
     expire(compiler)
-    assert "waited 30 s to be compiled; send the request again later" in answers.take()[3]
+    late = answers.take()
+    assert "waited 30 s to be compiled; send the request again later" in late[3]
+    assert not late[4], "it is no fault of its"
     assert len(compiler._workers) == 3
     compiler.compile(CompileGrammar(1, 4, choice(4)))
     gate.opened.set()  # the first thread that is done works again
@@ -567,8 +574,8 @@ def test_panics_and_failing_callbacks_end_one_request_only(
     monkeypatch.setattr(structured_output, "llguidance_grammar", panics)
     answers = Answers()
 
-    def fails_for_two(owner: int, request_id: int, matcher: GrammarMatcher | None, error: str) -> None:
-        answers(owner, request_id, matcher, error)
+    def fails_for_two(owner: int, request_id: int, matcher: GrammarMatcher | None, error: str, is_fault: bool) -> None:
+        answers(owner, request_id, matcher, error, is_fault)
         if request_id == 2:
             raise RuntimeError("nobody listens")
 
@@ -611,7 +618,7 @@ def test_every_request_of_many_threads_is_answered_once(vocabulary: Vocabulary, 
     for thread in threads:
         thread.join()
     assert len({answer[:2] for answer in found}) == 400
-    assert all(matcher is not None for _, _, matcher, _ in found)
+    assert all(matcher is not None for _, _, matcher, _, _ in found)
     compiler.check_integrity()
     assert compiler.num_waiting == 0
     compiler.close()

@@ -160,7 +160,8 @@ class ModelEngine(Engine):
     def submit(self, *request: Any, **options: Any) -> None:
         super().submit(*request, **options)
         for action in self.scheduler.take_compile_actions():
-            self.scheduler.grammar_compiled(*self._compiler(action), self.now)
+            owner, request_id, matcher, error, _ = self._compiler(action)
+            self.scheduler.grammar_compiled(owner, request_id, matcher, error, self.now)
 
     def assert_nothing_held(self) -> None:
         load = self.scheduler.load()
