@@ -95,7 +95,7 @@ class RankServer:
             performance=capacity.performance,
             make_text_decoder=lambda: IncrementalDetokenizer(tokenizer),
         )
-        scheduler = config.get_scheduler_cls()(config, setup)
+        scheduler = config.make_scheduler(setup)
         self._grammar_compiler = self._make_grammar_compiler(tokenizer_path, capacity)
         self._runner = runner
         self._loop = RankLoop(scheduler, runner, self._send, self._crashed, grammar_compiler=self._grammar_compiler)
@@ -209,8 +209,10 @@ class RankServer:
 
     # ---- the compiler's threads ----
 
-    def _compiled(self, owner: int, request_id: int, matcher: GrammarMatcher | None, error: str) -> None:
-        self._loop.post(GrammarCompiled(owner, request_id, matcher, error))
+    def _compiled(
+        self, owner: int, request_id: int, matcher: GrammarMatcher | None, error: str, is_request_fault: bool
+    ) -> None:
+        self._loop.post(GrammarCompiled(owner, request_id, matcher, error, is_request_fault))
 
     # ---- the loop's thread ----
 

@@ -25,7 +25,7 @@ from pydantic import (
 )
 
 if TYPE_CHECKING:
-    from rank_scheduler.interface import SchedulerInterface
+    from rank_scheduler.interface import SchedulerInterface, SchedulerSetup
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +108,10 @@ class SchedulerConfig(_Section):
         default=None, ge=1, description="KV loads started in one step. None: no limit."
     )
     long_prefill_token_threshold: int = Field(
-        default=0, ge=0, description="Tokens of one request in one step while others want some; 0: no limit."
+        default=0,
+        ge=0,
+        description="Tokens of one request in one step while there are others, running or waiting. 0: no limit. "
+        "Nothing without enable_chunked_prefill.",
     )
     long_prefill_token_threshold_adaptive: bool = Field(
         default=False,
@@ -148,7 +151,7 @@ class SchedulerConfig(_Section):
     ] = Field(default=None, description="Scheduler class, or its dotted path. None: the built-in one.")
     disable_hybrid_kv_cache_manager: bool | None = Field(
         default=None,
-        description="Treat sliding-window layers as full attention, in one group. None: where the connector needs it.",
+        description="Layer groups with a sliding window keep all their blocks, as if they had none. None: off.",
     )
     scheduler_reserve_full_isl: bool = Field(
         default=True, description="Admit a request only if all its known tokens fit into the free blocks."
@@ -187,10 +190,15 @@ class SchedulerConfig(_Section):
         description="Who gives up its blocks: the one that loses least computed work, or the last admitted.",
     )
     kv_load_failure_policy: Literal["recompute", "fail"] = Field(
-        default="recompute", description="After a failed KV load: compute what is missing, or end the request."
+        default="recompute",
+        description="After a failed KV load: compute what is missing (or load again, see max_kv_load_retries), or end "
+        "the request, which then is never tried again.",
     )
     max_kv_load_retries: int = Field(
-        default=1, ge=0, description="How often a failed KV load of one request is tried again."
+        default=1,
+        ge=0,
+        description="How often a KV load that left nothing to keep is tried again, with recompute; after one that left "
+        "something, the rest is computed.",
     )
     speculative: SpeculativeConfig | None = Field(default=None, description="Speculative decoding. None: off.")
 
@@ -337,7 +345,7 @@ class SchedulerConfig(_Section):
             )
 
     def get_scheduler_cls(self) -> type[SchedulerInterface]:
-        """The class to construct with (config, setup). Raises ValueError if there is none, or it is no scheduler."""
+        """The class that `make_scheduler` constructs. Raises ValueError if there is none, or it is no scheduler."""
         from rank_scheduler.interface import SchedulerInterface
 
         if self.scheduler_cls is None:
@@ -371,6 +379,19 @@ class SchedulerConfig(_Section):
                 "rank_scheduler.scheduler.Scheduler"
             )
         return cast("type[SchedulerInterface]", found)
+
+    def make_scheduler(self, setup: SchedulerSetup) -> SchedulerInterface:
+        """A scheduler for one rank. Raises ValueError if `scheduler_cls` is none, or it and `setup` do not fit."""
+        from rank_scheduler.interface import SchedulerInterface
+
+        scheduler = self.get_scheduler_cls()(self, setup)
+        missing = [name for name in SchedulerInterface.__annotations__ if not hasattr(scheduler, name)]
+        if missing:
+            raise ValueError(
+                f"scheduler_cls {_dotted_path(type(scheduler))!r} does not set {', '.join(missing)} of "
+                "rank_scheduler.interface.SchedulerInterface; set it in __init__"
+            )
+        return scheduler
 
     def resolve_async_scheduling(self, supported: bool, device: str) -> bool:
         """Whether step n + 1 is planned while step n is computed, on a rank whose runner supports it or not.

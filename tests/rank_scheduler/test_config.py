@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from rank_scheduler.config import CacheConfig, SchedulerConfig, SpeculativeConfig
-from rank_scheduler.interface import SchedulerInterface
+from rank_scheduler.interface import SchedulerInterface, SchedulerSetup
 from rank_scheduler.scheduler import Scheduler
 
 DEFAULTS: dict[str, object] = {
@@ -443,6 +443,20 @@ def test_what_is_no_scheduler_is_refused(scheduler_cls: type | str, parts: list[
         config.get_scheduler_cls()
     for part in parts:
         assert part in str(refused.value)
+
+
+def test_a_scheduler_must_set_what_the_interface_declares() -> None:
+    setup = SchedulerSetup(max_model_len=64, vocab_size=50, eos_token_ids=frozenset(), num_blocks=17, block_size=4)
+    config = SchedulerConfig(scheduler_cls=Derived)
+    scheduler = config.make_scheduler(setup)
+    assert type(scheduler) is Derived
+    assert (scheduler.config, scheduler.setup, scheduler.num_ignored_messages) == (config, setup, 0)
+
+    def init(self: Any, config: SchedulerConfig, setup: SchedulerSetup) -> None: ...
+
+    counts_nothing = type("CountsNothing", (Scheduler,), {"__init__": init})
+    with pytest.raises(ValueError, match=r"CountsNothing' does not set num_ignored_messages of .*; set it in __init__"):
+        SchedulerConfig(scheduler_cls=counts_nothing).make_scheduler(setup)
 
 
 def test_a_class_is_written_down_as_its_path() -> None:
