@@ -1,8 +1,8 @@
 """Our scheduler decides as the field's reference, vLLM's V1 scheduler: same workloads, compared step by step.
 
 Compared in each step: who is admitted, in which order and with how long a cached prefix; who is preempted; how many
-tokens each computes, in which order; then which tokens are delivered, and who ends for which reason. Workloads are
-random: arrivals, lengths, shared prefixes, end-of-sequence, aborts, budgets, thresholds, caps, watermark, cadence,
+tokens each computes, in which order (except where all decode); then which tokens are delivered, and who ends for
+which reason. Workloads are random: arrivals, lengths, shared prefixes, end-of-sequence, aborts, budgets, thresholds, caps, watermark, cadence,
 priorities, sync and async.
 
 Where the design differs on purpose, it is set to what the reference does or kept out of the workloads:
