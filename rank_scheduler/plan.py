@@ -59,7 +59,6 @@ class Extension(msgspec.Struct, frozen=True, eq=False):
     first: int
     """Known tokens from this index on are replaced."""
     token_ids: Int32Array
-    max_tokens: int
 
 
 class EncoderRun(msgspec.Struct, frozen=True):

@@ -15,6 +15,9 @@ from rank_scheduler.refusals import why_no_tokens, why_too_long
 from rank_scheduler.sequence import RequestEvent, Sequence, SequenceState
 from rank_scheduler.stop_strings import StopStringMatcher
 
+MAX_NUM_WAITING_INPUTS = 64
+"""Of one session, while a turn goes on."""
+
 
 class Sessions:
     """Works on a rank's state; keeps nothing of its own."""
@@ -24,6 +27,13 @@ class Sessions:
 
     def take(self, sequence: Sequence, extend: Extend, now: float) -> None:
         """New input: goes on at once if the session waits for it, after the turns before otherwise."""
+        if len(sequence.extensions) == MAX_NUM_WAITING_INPUTS:
+            message = (
+                f"{MAX_NUM_WAITING_INPUTS} inputs of the session wait for its turn to end, and one more came: send the "
+                "next input when a turn has ended"
+            )
+            self._state.fail(sequence, message, now, is_request_fault=True)
+            return
         sequence.extensions.append(extend)
         if sequence.state is SequenceState.WAITING_FOR_INPUT:
             self._next_turn(sequence, FinishReason.STOP, now)
@@ -61,7 +71,7 @@ class Sessions:
             return
         slot = sequence.slot
         known = state.batch.known_tokens(slot) if slot >= 0 else sequence.token_ids
-        # A session that was preempted before its first token has nothing to replace.
+        # A turn ends with a token that was never an input: the next input takes its place.
         num_kept = len(known) - 1
         refusal = why_no_tokens(extend.token_ids, setup) or why_too_long(
             num_kept + len(extend.token_ids) // 4, state.config, setup
@@ -87,7 +97,7 @@ class Sessions:
             max_total = min(total + extend.max_tokens, setup.max_model_len)
             state.batch.extend(slot, num_kept, token_ids, max_total)
             state.may_have_prefills = True
-            state.extensions[slot] = Extension(slot, num_kept, token_ids, extend.max_tokens)
+            state.extensions[slot] = Extension(slot, num_kept, token_ids)
         else:
             del state.deferred[sequence.key]
             sequence.token_ids = np.concatenate((known[:num_kept], token_ids))

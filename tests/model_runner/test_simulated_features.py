@@ -109,7 +109,7 @@ def test_session_goes_on_without_its_last_token_and_counts_min_tokens_anew() -> 
         step(runner, [(0, 1, True)])
     known = [*PROMPT, *turn[:2], 50, 51, 52]
     expected = expected_tokens(known, 3, VOCAB_SIZE)
-    result = step(runner, [(0, 3, True)], extensions=[Extension(0, 11, int32([50, 51, 52]), 9)])
+    result = step(runner, [(0, 3, True)], extensions=[Extension(0, 11, int32([50, 51, 52]))])
     tokens = tokens_of(result)
     for _ in range(2):
         tokens += tokens_of(step(runner, [(0, 1, True)]))
@@ -117,10 +117,10 @@ def test_session_goes_on_without_its_last_token_and_counts_min_tokens_anew() -> 
     # The first token of the next turn is EOS, and may not be.
     known = [*known, *expected[:2]]
     start = next(t for t in range(5000) if expected_tokens([*known, t], 1, VOCAB_SIZE) == [EOS])
-    result = step(runner, [(0, 1, True)], extensions=[Extension(0, 16, int32([start]), 9)])
+    result = step(runner, [(0, 1, True)], extensions=[Extension(0, 16, int32([start]))])
     assert tokens_of(result) == [EOS + 1]
     with pytest.raises(RuntimeError, match="extends slot 0 from token 19 to 20; it has 18 known"):
-        step(runner, [], extensions=[Extension(0, 19, int32([1]), 9)])
+        step(runner, [], extensions=[Extension(0, 19, int32([1]))])
 
 
 GROUPS = (KvGroup(), KvGroup(sliding_window=6), KvGroup(sliding_window=1))

@@ -117,7 +117,7 @@ def test_session_goes_on_with_its_kv(runner: TorchRunner) -> None:
     # The last of these steps was planned before it was known that the third token ends the turn.
     for _ in range(3):
         step(runner, [(0, 1, True)])
-    tokens = tokens_of(step(runner, [(0, 3, True)], extensions=[Extension(0, 43, int32(more), 9)]))
+    tokens = tokens_of(step(runner, [(0, 3, True)], extensions=[Extension(0, 43, int32(more))]))
     for _ in range(3):
         tokens += tokens_of(step(runner, [(0, 1, True)]))
     step(runner, [], freed=[0])

@@ -283,6 +283,24 @@ def test_an_idle_session_can_be_aborted(is_preempted):
     assert rank.scheduler.num_ignored_messages == 1
 
 
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_session_with_too_many_waiting_inputs_ends_with_the_reason(is_async):
+    rank = make_rank(is_async=is_async)
+    for request_id in (1, 2):
+        rank.submit(request_id, prompt_of(10), 8, fields=SESSION)
+    rank.step()
+    for _ in range(64):
+        rank.extend(1, [3], 2)
+        rank.extend(2, [3], 2)
+    assert rank.ends == {}
+    rank.extend(1, [3], 2)
+    rank.run()
+    assert (rank.ends[1].reason, rank.ends[1].is_request_fault) == (FinishReason.ERROR, True)
+    assert rank.ends[1].message.startswith("64 inputs of the session wait for its turn to end, and one more came: send")
+    assert len(rank.turn_ends[2]) > 10, "as many as were allowed are taken, until it is too long"
+    rank.assert_nothing_held()
+
+
 def test_only_sessions_can_be_extended():
     rank = make_rank()
     rank.submit(1, prompt_of(10), 3)
