@@ -187,10 +187,7 @@ class ChunkFit:
     budget_left: int
     items: tuple[EncoderInput, ...] = ()
     """What the request must acquire, in this order, before anybody else does: cached items stand first."""
-    items_to_run: tuple[EncoderInput, ...] = ()
-    """Those of them that are not cached."""
     limit: EncoderLimit | None = None
-    limiting_item: EncoderInput | None = None
 
 
 def fit_chunk(
@@ -239,20 +236,8 @@ def fit_chunk(
                 budget -= 0 if is_cached else item.length
             continue
         end = max(num_computed, item.offset)
-        return _chunk_fit(end - num_computed, budget, cached, to_run, limit, item)
-    return _chunk_fit(num_new, budget, cached, to_run)
-
-
-def _chunk_fit(
-    num_new: int,
-    budget: int,
-    cached: dict[bytes, EncoderInput],
-    to_run: dict[bytes, EncoderInput],
-    limit: EncoderLimit | None = None,
-    limiting_item: EncoderInput | None = None,
-) -> ChunkFit:
-    cached_items, items_to_run = tuple(cached.values()), tuple(to_run.values())
-    return ChunkFit(num_new, budget, cached_items + items_to_run, items_to_run, limit, limiting_item)
+        return ChunkFit(end - num_computed, budget, (*cached.values(), *to_run.values()), limit)
+    return ChunkFit(num_new, budget, (*cached.values(), *to_run.values()))
 
 
 def _end(item: EncoderInput) -> int:
