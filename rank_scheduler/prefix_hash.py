@@ -57,13 +57,17 @@ class HashMemo:
     Keys are the tokens themselves, with the hash that they follow: what is found is exact. Stretches have
     `NUM_BLOCKS` blocks and begin at multiples of it. One is kept when it comes for the second time, as most come
     once. When it is full, the older half goes.
+
+    A token takes 4 bytes, and a block's hash 65: with blocks of 16, a million tokens take 8 MB.
     """
 
     NUM_BLOCKS = 16
+    _MAX_NUM_SEEN = 1 << 16
 
-    def __init__(self, capacity: int = 4096) -> None:
-        """`capacity` in stretches; one of 256 tokens takes about 2 KB."""
+    def __init__(self, capacity: int = 1 << 20) -> None:
+        """`capacity` in tokens, of all stretches."""
         self._capacity = capacity
+        self._num_tokens = 0
         self._hashes: dict[tuple[bytes, bytes], list[bytes]] = {}
         self._seen: set[int] = set()
         """Python's hashes of the keys that came once."""
@@ -75,14 +79,17 @@ class HashMemo:
     def put(self, parent: bytes, tokens: bytes, hashes: list[bytes]) -> None:
         key_hash = hash((parent, tokens))
         if key_hash not in self._seen:
-            if len(self._seen) >= 16 * self._capacity:
+            if len(self._seen) >= self._MAX_NUM_SEEN:
                 self._seen.clear()
             self._seen.add(key_hash)
             return
-        if len(self._hashes) >= self._capacity:
-            for key in list(self._hashes)[: self._capacity // 2]:
+        num_tokens = len(tokens) // 4
+        if self._num_tokens + num_tokens > self._capacity:
+            for key in list(self._hashes)[: (len(self._hashes) + 1) // 2]:
                 del self._hashes[key]
+                self._num_tokens -= len(key[1]) // 4
         self._hashes[parent, tokens] = hashes
+        self._num_tokens += num_tokens
 
 
 def extend_block_hashes(
