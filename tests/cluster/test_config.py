@@ -14,7 +14,7 @@ from cluster.config import ClusterConfig, ConfigError, ModelConfig, PoolConfig, 
 from cluster.flags import FLAGS
 from rank_scheduler.config import CacheConfig, SchedulerConfig, SpeculativeConfig
 from rank_scheduler.messages import Explanation
-from rank_scheduler.sequence import WaitReason
+from rank_scheduler.sequence import RequestEvent, WaitReason
 from tests.rank_scheduler.test_config import CHANGED
 
 
@@ -360,9 +360,10 @@ def test_every_scheduler_key_is_documented() -> None:
 
 def test_the_documentation_names_only_what_there_is() -> None:
     metrics = (Path(__file__).parents[2] / "router" / "metrics.py").read_text(encoding="utf-8")
-    known = {*SchedulerConfig.model_fields, *Explanation.__struct_fields__, *WaitReason}
+    known = {*SchedulerConfig.model_fields, *Explanation.__struct_fields__, *WaitReason, *RequestEvent}
     for *_, evidence in DOC_ROWS:
         for name in re.findall(r"`([a-z_]+)", evidence):
             assert name in known or f'"{name}"' in metrics or f'"serried_{name}' in metrics, name
+    api = (Path(__file__).parents[2] / "docs" / "api.md").read_text(encoding="utf-8")
     for reason in WaitReason:
-        assert f"`{reason}`" in SCHEDULER_DOC
+        assert f"| `{reason}` |" in api
