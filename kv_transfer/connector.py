@@ -4,6 +4,11 @@ Names and call order follow the field's reference. Everything here is called fro
 decides and remembers, it does not move data. What must be moved goes to the connector's worker half as the
 metadata of a step's plan, and comes back as `LoadFinished` and `SendFinished` events, at any time, perhaps late or
 twice.
+
+A connector must end every load that it was asked for with a `LoadFinished`, and every request whose blocks it asked
+to keep with a `SendFinished`, each within a lease of its own, whatever its peers do: also if they die, and also if
+the request has ended meanwhile or its owner is gone. The scheduler has no timer for them. Until then the request
+waits, and the blocks, which somebody may still write or read, are nobody else's.
 """
 
 from __future__ import annotations
@@ -61,7 +66,11 @@ class SchedulerConnector(Protocol):
     """Owned and called by one scheduler."""
 
     def may_load_async(self, request: KvRequest) -> bool:
-        """Asked once, when a request is added: whether it may wait for an asynchronous load. No side effects."""
+        """Whether the request may wait for an asynchronous load. No side effects.
+
+        Asked whenever it is queued for an attempt: when it is added, after a load that failed, and for a session's
+        next turn.
+        """
         ...
 
     def get_num_new_matched_tokens(self, request: KvRequest, num_computed_tokens: int) -> ExternalMatch | None:
@@ -74,7 +83,10 @@ class SchedulerConnector(Protocol):
     def update_state_after_alloc(
         self, request: KvRequest, block_ids: npt.NDArray[np.int32], num_external_tokens: int
     ) -> None:
-        """The request has blocks, shape [num_groups, columns]; load `num_external_tokens` into them (0: nothing)."""
+        """The request has blocks, shape [num_groups, columns]; load `num_external_tokens` into them (0: nothing).
+
+        An asynchronous load ends with a `LoadFinished`; another is done within the request's first step.
+        """
         ...
 
     def build_connector_meta(self) -> object | None:
@@ -84,7 +96,8 @@ class SchedulerConnector(Protocol):
     def request_finished(self, request: KvRequest, block_ids: npt.NDArray[np.int32]) -> bool:
         """The request has ended; True: keep its blocks until `SendFinished`. Called once for every request.
 
-        `block_ids` has no columns if it held no blocks when it ended, or if a load may still write into them.
+        `block_ids` has no columns if it held no blocks when it ended, or if a load may still write into them: then
+        nothing is kept, whatever the answer, and that load's `LoadFinished` is still due.
         """
         ...
 
