@@ -6,10 +6,15 @@ Scenarios, blocks of 16 tokens, prefix caching on:
 
 - `step_<n>`, `async_step_<n>`: schedule + update of a steady decode step with n running (prompts of 512 tokens, the
   first 256 the same for all); async with one step in flight;
-- `admit`: 1,024 such requests, from the front end's message until all are admitted, in one step; `admit_chunked`: with 8,192
-  tokens per step, the decode steps of those admitted earlier included;
+- `admit`: 1,024 such requests, from the front end's message until all are admitted, in one step; `admit_chunked`:
+  with 8,192 tokens per step, the decode steps of those admitted earlier included;
 - `lookup`: a prompt of 32,768 tokens that is wholly in the prefix cache, from message to plan;
 - `churn`: a step in which 26 of 260 running requests end and 26 new ones arrive.
+
+Ours remembers the hashes of stretches of tokens that came twice (`HashMemo`), which the reference does not, and the
+prompts here suit that: the 256 tokens that all of them share are exactly one stretch, and `lookup` asks for the same
+prompt each time, so that its figure has no hashing in it, as for a prompt that comes often. One that comes for the
+second time only is hashed as a whole.
 
 Each scenario runs in rounds, ours and the reference in turn, the first of a round alternating. A round's figure is
 its mean time per step (the mean, so that block boundaries count at their frequency), and `<scenario>_ratio` is the

@@ -58,7 +58,7 @@ class HashMemo:
     `NUM_BLOCKS` blocks and begin at multiples of it. One is kept when it comes for the second time, as most come
     once. When it is full, the older half goes.
 
-    A token takes 4 bytes, and a block's hash 65: with blocks of 16, a million tokens take 8 MB.
+    A token takes 4 bytes, and a block's hash 73: with blocks of 16, a million tokens take 9 MB.
     """
 
     NUM_BLOCKS = 16
