@@ -268,3 +268,17 @@ def test_a_request_whose_own_and_cross_blocks_never_fit_is_refused():
     rank.run()
     assert "the request needs 19 KV blocks" in rank.ends[1].message
     assert rank.tokens[2] == right
+
+
+def test_an_output_that_a_failed_plan_should_have_freed_is_freed_by_the_next():
+    rank = make_rank(encoder_cache_size=6)
+    submit(rank, 1, [item("cat", 2)])
+    rank.run()
+    submit(rank, 2, [item("dog", 2)])
+    plan = rank.scheduler.schedule(rank.now)
+    assert plan.freed_encoder_outputs == [b"cat"]
+    rank.take(rank.scheduler.fail(plan, "out of memory", rank.now))
+    submit(rank, 3, [])
+    assert b"cat" in rank.step().freed_encoder_outputs
+    rank.run()
+    rank.assert_nothing_held()
