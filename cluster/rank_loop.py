@@ -326,8 +326,8 @@ class RankLoop:
                     self._grammar_compiler.cancel_owner(owner)
             case Asked(owner, explain):
                 self._tell({owner: Explained(explain.query, now, scheduler.explain(explain.request_id))})
-            case GrammarCompiled(owner, request_id, matcher, error):
-                scheduler.grammar_compiled(owner, request_id, matcher, error, now)
+            case GrammarCompiled(owner, request_id, matcher, error, is_request_fault):
+                scheduler.grammar_compiled(owner, request_id, matcher, error, now, is_request_fault=is_request_fault)
             case LoadFinished():
                 scheduler.load_finished(event, now)
             case SendFinished():

@@ -138,7 +138,14 @@ class Scheduler:
         return actions
 
     def grammar_compiled(
-        self, owner: int, request_id: int, matcher: GrammarMatcher | None, error: str, now: float
+        self,
+        owner: int,
+        request_id: int,
+        matcher: GrammarMatcher | None,
+        error: str,
+        now: float,
+        *,
+        is_request_fault: bool = True,
     ) -> None:
         """A grammar is ready, or (`matcher` None) is not for the reason `error`, which ends this request only."""
         sequence = self._state.sequences.get((owner, request_id))
@@ -147,7 +154,8 @@ class Scheduler:
             return
         self._is_stuck = False
         if matcher is None:
-            self._state.fail(sequence, error or "the grammar could not be compiled", now, is_request_fault=True)
+            message = error or "the grammar could not be compiled"
+            self._state.fail(sequence, message, now, is_request_fault=is_request_fault)
             return
         del self._state.deferred[sequence.key]
         sequence.grammar = matcher

@@ -110,9 +110,17 @@ class ScriptedScheduler:
         return actions
 
     def grammar_compiled(
-        self, owner: int, request_id: int, matcher: GrammarMatcher | None, error: str, now: float
+        self,
+        owner: int,
+        request_id: int,
+        matcher: GrammarMatcher | None,
+        error: str,
+        now: float,
+        *,
+        is_request_fault: bool = True,
     ) -> None:
-        self._note(f"compiled {owner}/{request_id}: {error or 'well'}")
+        whose = "" if is_request_fault else " (not its fault)"
+        self._note(f"compiled {owner}/{request_id}: {error or 'well'}{whose}")
 
     def load_finished(self, event: LoadFinished, now: float) -> None:
         self._note(f"loaded {event.key}")
@@ -472,6 +480,7 @@ def test_each_event_reaches_the_scheduler_in_order(harness: Harness) -> None:
         Aborted(1, 4),
         OwnerLost(1),
         GrammarCompiled(1, 5, None, "no such grammar"),
+        GrammarCompiled(1, 8, None, "too late", is_request_fault=False),
         LoadFinished((1, 6)),
         SendFinished((1, 7)),
     ):
@@ -482,6 +491,7 @@ def test_each_event_reaches_the_scheduler_in_order(harness: Harness) -> None:
         "abort 1/4",
         "drop 1",
         "compiled 1/5: no such grammar",
+        "compiled 1/8: too late (not its fault)",
         "loaded (1, 6)",
         "sent (1, 7)",
     ]

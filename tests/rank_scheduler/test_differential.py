@@ -2,8 +2,8 @@
 
 Compared in each step: who is admitted, in which order and with how long a cached prefix; who is preempted; how many
 tokens each computes, in which order (except where all decode); then which tokens are delivered, and who ends for
-which reason. Workloads are random: arrivals, lengths, shared prefixes, end-of-sequence, aborts, budgets, thresholds, caps, watermark, cadence,
-priorities, sync and async.
+which reason. Workloads are random: arrivals, lengths, shared prefixes, end-of-sequence, aborts, budgets, thresholds,
+caps, watermark, cadence, priorities, sync and async.
 
 Where the design differs on purpose, it is set to what the reference does or kept out of the workloads:
 

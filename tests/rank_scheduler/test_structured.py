@@ -135,15 +135,19 @@ def test_an_engine_that_raises_ends_its_request_alone(method):
     rank.assert_nothing_held()
 
 
-def test_a_grammar_that_cannot_be_compiled_ends_its_request_alone():
+@pytest.mark.parametrize("is_request_fault", [True, False])
+def test_a_grammar_that_cannot_be_compiled_ends_its_request_alone(is_request_fault):
     rank = Rank()
     submit(rank, 1)
     submit(rank, 2, start=2)
     first, second = rank.scheduler.take_compile_actions()
-    rank.scheduler.grammar_compiled(first.owner, first.id, None, "line 3: no such rule", 0.0)
+    rank.scheduler.grammar_compiled(
+        first.owner, first.id, None, "line 3: no such rule", 0.0, is_request_fault=is_request_fault
+    )
     rank.scheduler.grammar_compiled(second.owner, second.id, EveryThird(), "", 0.0)
     rank.run()
     assert (rank.ends[1].reason, rank.ends[1].message) == (FinishReason.ERROR, "line 3: no such rule")
+    assert rank.ends[1].is_request_fault == is_request_fault
     assert rank.ends[2].reason is FinishReason.STOP
 
 
