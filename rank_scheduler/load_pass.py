@@ -56,7 +56,7 @@ class LoadPass:
         """Take blocks for the whole prompt and have the connector fill them; None: started, or nothing to load."""
         state, connector = self._state, self._state.setup.connector
         assert connector is not None
-        hit = self._needs.probe(sequence)
+        hit = self._needs.probe_settled(sequence)
         request = self._needs.kv_request(sequence)
         num_local = min(hit.num_columns * self._block_size, len(sequence.token_ids))
         match = connector.get_num_new_matched_tokens(request, num_local)

@@ -43,6 +43,20 @@ class Needs:
             hashes = hashes[: (len(sequence.token_ids) - 1) // self._block_size]
         return self._state.kv.probe(hashes)
 
+    def probe_settled(self, sequence: Sequence) -> PrefixHit:
+        """`probe`, without blocks that a step only promises: who takes no part in it must not rely on it."""
+        promised = set(self._state.cached_in_step)
+        for flight in self._state.flights:
+            promised.update(flight.cached)
+        hit = self.probe(sequence)
+        while promised:
+            columns = [column for row in hit.blocks for column, block in enumerate(row) if block in promised]
+            if not columns:
+                break
+            # Once more, as in a window group a shorter prefix needs other columns.
+            hit = self._state.kv.probe(sequence.block_hashes[: min(columns)])
+        return hit
+
     def kv_request(self, sequence: Sequence) -> KvRequest:
         """What a connector is asked about, with the hashes that `probe` has made known."""
         request = sequence.kv_request

@@ -406,3 +406,20 @@ def test_loads_and_preemptions_together_lose_no_token(is_async):
     for request_id in range(6):
         assert rank.tokens[request_id] == expected(prompt_of(12, start=request_id + 1), 20)
     rank.assert_nothing_held()
+
+
+def test_a_load_does_not_rely_on_what_a_step_only_promises():
+    """The step that was to compute the shared prefix fails; who loads the rest of its prompt goes on, and rightly."""
+    rank = make_rank()
+    shared = prompt_of(12)
+    rank.submit(1, [*shared, 1], 2)
+    rank.submit(2, [*shared, 2, 3, 4, 5, 6], 3, fields=external(16))
+    plan = rank.plan()
+    assert rank.state_of(2) == "waiting_for_kv_load"
+    rank.in_flight.clear()
+    rank.take(rank.scheduler.fail(plan, "the step failed", rank.now))
+    rank.connector.start(plan.connector_metadata, rank.runner)
+    rank.end_load(2)
+    rank.run()
+    assert rank.tokens[2] == expected([*shared, 2, 3, 4, 5, 6], 3)
+    rank.assert_nothing_held()
