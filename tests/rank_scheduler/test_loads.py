@@ -409,11 +409,13 @@ def test_loads_and_preemptions_together_lose_no_token(is_async):
 
 
 def test_a_load_does_not_rely_on_what_a_step_only_promises():
-    """The step that was to compute the shared prefix fails; who loads the rest of its prompt goes on, and rightly."""
-    rank = make_rank()
+    """The step that was to compute part of the shared prefix fails; who loads the rest goes on, and rightly."""
+    rank = make_rank(max_num_batched_tokens=8, max_num_seqs=3)
     shared = prompt_of(12)
     rank.submit(1, [*shared, 1], 2)
+    rank.step()
     rank.submit(2, [*shared, 2, 3, 4, 5, 6], 3, fields=external(16))
+    rank.submit(3, prompt_of(6, start=7), 2)
     plan = rank.plan()
     assert rank.state_of(2) == "waiting_for_kv_load"
     rank.in_flight.clear()
