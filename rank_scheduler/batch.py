@@ -9,6 +9,8 @@ import numpy as np
 from rank_scheduler.plan import Int32Array
 from rank_scheduler.sequence import Sequence
 
+OwnerRows = np.ndarray[tuple[int], np.dtype[np.intp]] | slice
+
 _NO_EPOCH = -1
 _NUM_TOUCHED_TOKENS = 2048
 
@@ -224,6 +226,13 @@ class RunningBatch:
     def known_tokens(self, slot: int) -> Int32Array:
         """A view."""
         return self.token_ids[slot, : self.num_tokens[slot]]
+
+    def by_owner(self, slots: Int32Array) -> list[tuple[int, OwnerRows]]:
+        """The owners of these slots, at least one, and which of the slots are whose: an index into `slots`."""
+        owners = self.owner[slots]
+        if (owners == owners[0]).all():
+            return [(int(owners[0]), slice(None))]
+        return [(int(owner), np.flatnonzero(owners == owner)) for owner in np.unique(owners)]
 
     def _drop_removed(self) -> None:
         if self._num_ordered + len(self._inserted) != self._count:

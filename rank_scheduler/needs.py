@@ -101,7 +101,7 @@ class Needs:
         return int(np.maximum(lacking, 0).sum()) * self._state.kv.num_groups
 
     def num_lacking(self, slot: int) -> int:
-        """The slot's part of `_num_promised_blocks`."""
+        """The slot's part of `num_promised_blocks`."""
         kv, batch = self._state.kv, self._state.batch
         return max(0, kv.num_columns(int(batch.num_tokens[slot])) - int(batch.num_columns[slot])) * kv.num_groups
 

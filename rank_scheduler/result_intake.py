@@ -297,14 +297,8 @@ class ResultIntake:
         if is_first.any():
             for slot in slots[is_first].tolist():
                 batch.at(slot).note(RequestEvent.FIRST_TOKEN, now)
-        owners = batch.owner[slots]
         ids = batch.wire_id[slots]
-        one = int(owners[0])
-        if (owners == one).all():
-            parts: list[tuple[int, slice | np.ndarray[tuple[int], np.dtype[np.intp]]]] = [(one, slice(None))]
-        else:
-            parts = [(int(owner), np.flatnonzero(owners == owner)) for owner in np.unique(owners)]
-        for owner, mine in parts:
+        for owner, mine in batch.by_owner(slots):
             out = self._tokens.setdefault(owner, OwnerTokens())
             if result.logprobs:
                 places = (np.arange(len(slots)) if rows is None else rows)[mine].tolist()

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rank_scheduler.encoder_cache import EncoderCache, fit_chunk
-from rank_scheduler.messages import EncoderInput
+from rank_scheduler.encoder_cache import ChunkFit, fit_chunk
 from rank_scheduler.plan import BoolArray, EncoderRun, Int32Array, Int64Array
 from rank_scheduler.rank_state import RankState
 from rank_scheduler.sequence import Sequence
@@ -34,11 +33,26 @@ class StepDraft:
     has_prefill: bool = False
     num_preempted: int = 0
 
-    def acquire(self, cache: EncoderCache, sequence: Sequence, slot: int, items: tuple[EncoderInput, ...]) -> None:
-        """Let the sequence hold these encoder items, and have those run that are new."""
-        for item in items:
+    def fit_encoder_inputs(self, state: RankState, sequence: Sequence, num_computed: int, num_new: int) -> ChunkFit:
+        """How much of a chunk the encoder budget and cache allow. Changes nothing."""
+        assert state.encoder is not None
+        return fit_chunk(
+            sequence.encoder_inputs,
+            num_computed,
+            num_new,
+            cache=state.encoder,
+            budget=self.encoder_budget,
+            disable_chunked_mm_input=state.config.disable_chunked_mm_input,
+            is_encoder_decoder=state.setup.is_encoder_decoder,
+        )
+
+    def acquire(self, state: RankState, sequence: Sequence, slot: int, fit: ChunkFit) -> None:
+        """Let the sequence hold the chunk's encoder items, and have those run that are new."""
+        assert state.encoder is not None
+        self.encoder_budget = fit.budget_left
+        for item in fit.items:
             # An encoder-decoder model's item also fills this stay's cross-attention blocks.
-            if cache.acquire(sequence.key, item) or sequence.cross_blocks:
+            if state.encoder.acquire(sequence.key, item) or sequence.cross_blocks:
                 self.encoder_runs.append(EncoderRun(slot, item))
 
 
@@ -136,23 +150,13 @@ class RunningPass:
     def _fit_encoder_inputs(self, slots: Int32Array, counts: Int32Array, draft: StepDraft) -> None:
         """Shorten chunks whose encoder items do not fit into this step; plan those that do."""
         state, batch = self._state, self._state.batch
-        assert state.encoder is not None
         for index in np.flatnonzero((counts > 0) & batch.has_encoder_inputs[slots]).tolist():
             slot = int(slots[index])
             sequence = batch.at(slot)
-            fit = fit_chunk(
-                sequence.encoder_inputs,
-                int(batch.num_computed[slot]),
-                int(counts[index]),
-                cache=state.encoder,
-                budget=draft.encoder_budget,
-                disable_chunked_mm_input=state.config.disable_chunked_mm_input,
-                is_encoder_decoder=state.setup.is_encoder_decoder,
-            )
+            fit = draft.fit_encoder_inputs(state, sequence, int(batch.num_computed[slot]), int(counts[index]))
             counts[index] = fit.num_new
             if fit.num_new:
-                draft.encoder_budget = fit.budget_left
-                draft.acquire(state.encoder, sequence, slot, fit.items)
+                draft.acquire(state, sequence, slot, fit)
 
     def _grow(self, slots: Int32Array, counts: Int32Array, draft: StepDraft, now: float, *, may_preempt: bool) -> None:
         """Give blocks to each sequence that outgrows its own, preempting if none are free.

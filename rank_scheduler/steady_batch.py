@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import numpy as np
 
+from rank_scheduler.batch import OwnerRows
 from rank_scheduler.interface import PauseState
 from rank_scheduler.performance import StepCost
 from rank_scheduler.plan import NO_BLOCKS, NO_TOKENS, Int32Array, StepPlan, StepResult
 from rank_scheduler.plan_builder import PlanBuilder
 from rank_scheduler.rank_state import Flight, RankState
 from rank_scheduler.sequence import Obstacle, WaitReason
-
-_Rows = np.ndarray[tuple[int], np.dtype[np.intp]] | slice
 
 _NOBODY = -1
 
@@ -52,7 +51,7 @@ class SteadyBatch:
         self._num_until_length = 0
         """Tokens until some member ends by length."""
         self._num_context_tokens = 0
-        self._ids: dict[int, tuple[_Rows, list[int]]] = {}
+        self._ids: dict[int, tuple[OwnerRows, list[int]]] = {}
         """Owner → its rows, and their ids."""
 
     def note(self, plan: StepPlan) -> None:
@@ -110,7 +109,7 @@ class SteadyBatch:
                 now,
                 self._falses,
                 self._cost(),
-                cached=list(state.cached_in_step) if state.cached_in_step else [],
+                cached=list(state.cached_in_step),
                 steady_version=batch.version,
             )
         )
@@ -152,7 +151,7 @@ class SteadyBatch:
         return _NO_ROWS if look is None else np.flatnonzero(look)
 
     @property
-    def ids(self) -> dict[int, tuple[_Rows, list[int]]]:
+    def ids(self) -> dict[int, tuple[OwnerRows, list[int]]]:
         return self._ids
 
     def _may_go_on(self) -> bool:
@@ -190,12 +189,8 @@ class SteadyBatch:
         self._num_until_growth = int((batch.num_columns[slots] * self._block_size - batch.num_computed[slots]).min())
         self._num_until_length = int((batch.max_total[slots] - batch.num_tokens[slots]).min())
         self._num_context_tokens = int(batch.num_computed[slots].sum())
-        owners = batch.owner[slots]
         ids = batch.wire_id[slots]
-        parts: list[tuple[int, _Rows]] = [(int(owners[0]), slice(None))]
-        if (owners != owners[0]).any():
-            parts = [(int(owner), np.flatnonzero(owners == owner)) for owner in np.unique(owners)]
-        self._ids = {owner: (rows, ids[rows].tolist()) for owner, rows in parts}
+        self._ids = {owner: (rows, ids[rows].tolist()) for owner, rows in batch.by_owner(slots)}
         self._version = batch.version
 
     def _grow(self) -> tuple[Int32Array, Int32Array] | None:

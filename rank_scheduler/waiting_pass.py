@@ -6,7 +6,6 @@ from itertools import islice
 
 import numpy as np
 
-from rank_scheduler.encoder_cache import fit_chunk
 from rank_scheduler.interface import PauseState
 from rank_scheduler.kv_cache_manager import PrefixHit
 from rank_scheduler.load_pass import LoadPass
@@ -232,15 +231,7 @@ class WaitingPass:
         count = min(count, draft.budget)
         fit = None
         if sequence.encoder_inputs and state.encoder is not None:
-            fit = fit_chunk(
-                sequence.encoder_inputs,
-                num_computed,
-                count,
-                cache=state.encoder,
-                budget=draft.encoder_budget,
-                disable_chunked_mm_input=config.disable_chunked_mm_input,
-                is_encoder_decoder=state.setup.is_encoder_decoder,
-            )
+            fit = draft.fit_encoder_inputs(state, sequence, num_computed, count)
             count = fit.num_new
             if not count:
                 return Obstacle(
@@ -279,9 +270,8 @@ class WaitingPass:
             assert state.setup.connector is not None
             assert sequence.kv_request is not None
             state.setup.connector.update_state_after_alloc(sequence.kv_request, table, num_external)
-        if fit is not None and state.encoder is not None:
-            draft.encoder_budget = fit.budget_left
-            draft.acquire(state.encoder, sequence, slot, fit.items)
+        if fit is not None:
+            draft.acquire(state, sequence, slot, fit)
         draft.budget -= count
         draft.has_prefill |= remaining > 1
         slots.append(slot)
