@@ -112,16 +112,6 @@ class RankState:
         self.ended: OrderedDict[SequenceKey, Sequence] = OrderedDict()
         self.num_arrivals = 0
         self.num_steps = 0
-        self.num_preemptions = 0
-        self.num_generated_tokens = 0
-        self.num_prompt_tokens = 0
-        self.num_prefix_queries = 0
-        self.num_prefix_hits = 0
-        self.num_draft_tokens = 0
-        self.num_accepted_tokens = 0
-        self.estimated_flops = 0.0
-        self.estimated_bytes = 0.0
-        self.busy_s = 0.0
         self.may_have_prefills = False
         """Some running sequence may have prompt tokens left to compute."""
         self.pass_number = 0
@@ -177,7 +167,6 @@ class RankState:
         is_idle = bool(batch.is_idle[slot])
         sequence = self._leave_slot(slot)
         sequence.num_preemptions += 1
-        self.num_preemptions += 1
         self.stats.num_preemptions += 1
         sequence.note(RequestEvent.PREEMPTED, now, cause)
         if is_idle:

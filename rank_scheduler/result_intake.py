@@ -119,7 +119,6 @@ class ResultIntake:
         if rows is None:
             return False
         slots, tokens = flight.slots, result.tokens[:, 0]
-        state.num_generated_tokens += len(slots)
         state.stats.num_generated_tokens += len(slots)
         for owner, (mine, ids) in self._steady.ids.items():
             out = self._tokens.get(owner)
@@ -160,7 +159,6 @@ class ResultIntake:
         elif self._is_async:
             batch.num_in_flight[slots[live]] -= flight.num_tokens[live]
         num_prompt_tokens = int(flight.num_tokens[in_prompt].sum())
-        state.num_prompt_tokens += num_prompt_tokens
         state.stats.num_prompt_tokens += num_prompt_tokens
 
     def _end_rows(
@@ -232,8 +230,6 @@ class ResultIntake:
         stats.num_drafts += 1
         stats.num_draft_tokens += num_drafts
         stats.num_accepted_tokens += num_accepted
-        state.num_draft_tokens += num_drafts
-        state.num_accepted_tokens += num_accepted
         places = stats.accepted_per_position
         places += [0] * (state.config.num_speculative_tokens - len(places))
         for place in range(num_accepted):
@@ -267,7 +263,6 @@ class ResultIntake:
         batch.num_tokens[slots] = totals
         if self._is_async:
             batch.num_placeholders[slots] -= 1
-        state.num_generated_tokens += len(slots)
         state.stats.num_generated_tokens += len(slots)
         is_first = at == batch.num_prompt[slots]
         self._emit_all(slots, tokens, is_first, rows, result, now)
@@ -314,7 +309,6 @@ class ResultIntake:
 
     def _emit(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None, is_first: bool, now: float) -> None:
         state = self._state
-        state.num_generated_tokens += 1
         state.stats.num_generated_tokens += 1
         if is_first:
             sequence.note(RequestEvent.FIRST_TOKEN, now)
@@ -433,12 +427,9 @@ class ResultIntake:
         self._last_update = now
         stats.num_steps += 1
         stats.busy_s += duration
-        state.busy_s += duration
         if flight.cost is not None:
             stats.estimated_flops += flight.cost.flops
             stats.estimated_bytes += flight.cost.size_bytes
-            state.estimated_flops += flight.cost.flops
-            state.estimated_bytes += flight.cost.size_bytes
             assert state.setup.performance is not None
             stats.utilisation = state.setup.performance.utilisation(flight.cost, duration)
 

@@ -62,6 +62,8 @@ class Scheduler:
         self._sessions = Sessions(self._state)
         self._steady = SteadyBatch(self._state, self._builder)
         self._intake = ResultIntake(self._state, self._sessions, self._steady)
+        self._taken_stats = StepStats()
+        """As they were when somebody last took them."""
         self._early: dict[int, StepResult] = {}
         """Results that came before those of earlier steps."""
         self._compile_actions: list[CompileGrammar] = []
@@ -226,7 +228,7 @@ class Scheduler:
         if plan is not None:
             return plan
         self._waiting.begin()
-        num_preemptions = state.num_preemptions
+        num_preemptions = state.stats.num_preemptions
         draft = self._begin(now)
         if state.pause is not PauseState.PAUSED_ALL:
             self._running.run(draft, now)
@@ -238,7 +240,7 @@ class Scheduler:
         plan = self._builder.build(draft, self._waiting.entered, self._waiting.copies, now)
         if plan is None:
             # A preemption has made room that the next turn may give away.
-            has_changed = state.num_preemptions != num_preemptions
+            has_changed = state.stats.num_preemptions != num_preemptions
             self._is_stuck = not (has_changed or self._waiting.must_ask_again or self._loads.must_ask_again)
             return None
         if draft.has_prefill:
@@ -282,7 +284,7 @@ class Scheduler:
     # ---- figures ----
 
     def load(self) -> RankLoad:
-        state = self._state
+        state, stats = self._state, self._state.stats
         return RankLoad(
             num_running=len(state.batch) - state.batch.num_idle,
             num_waiting=len(state.waiting) + len(state.load_candidates) + len(state.loaded),
@@ -290,18 +292,18 @@ class Scheduler:
             num_free_blocks=state.kv.pool.num_free_blocks,
             num_blocks=state.kv.pool.num_usable_blocks,
             num_steps=state.num_steps,
-            num_generated_tokens=state.num_generated_tokens,
-            num_prompt_tokens=state.num_prompt_tokens,
-            num_preemptions=state.num_preemptions,
-            num_prefix_queries=state.num_prefix_queries,
-            num_prefix_hits=state.num_prefix_hits,
+            num_generated_tokens=stats.num_generated_tokens,
+            num_prompt_tokens=stats.num_prompt_tokens,
+            num_preemptions=stats.num_preemptions,
+            num_prefix_queries=stats.num_prefix_queries,
+            num_prefix_hits=stats.num_prefix_hits,
             num_deferred=len(state.deferred) + state.batch.num_idle,
             num_loads=state.num_loads,
-            num_draft_tokens=state.num_draft_tokens,
-            num_accepted_tokens=state.num_accepted_tokens,
-            estimated_flops=state.estimated_flops,
-            estimated_bytes=state.estimated_bytes,
-            busy_s=state.busy_s,
+            num_draft_tokens=stats.num_draft_tokens,
+            num_accepted_tokens=stats.num_accepted_tokens,
+            estimated_flops=stats.estimated_flops,
+            estimated_bytes=stats.estimated_bytes,
+            busy_s=stats.busy_s,
         )
 
     def explain(self, request_id: str) -> list[Explanation]:
@@ -312,8 +314,9 @@ class Scheduler:
 
     def take_stats(self) -> StepStats:
         """Sums since the last call."""
-        stats, self._state.stats = self._state.stats, StepStats()
-        return stats
+        stats = self._state.stats
+        interval, self._taken_stats = stats.since(self._taken_stats), stats.copy()
+        return interval
 
     def take_kv_events(self) -> list[KvEvent]:
         """What happened to the prefix cache since the last call; always empty unless `SchedulerSetup` asks for it."""

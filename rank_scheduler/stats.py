@@ -1,13 +1,13 @@
-"""What a scheduler's steps brought since they were last asked for."""
+"""What a scheduler's steps brought: in all, and since they were last asked for."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 
 
 @dataclass(slots=True)
 class StepStats:
-    """Sums over the steps of one interval; `Scheduler.take_stats` hands it out and starts a new one."""
+    """Sums over a scheduler's life, or (`since`) over an interval of it, as `Scheduler.take_stats` hands them out."""
 
     num_steps: int = 0
     num_prompt_tokens: int = 0
@@ -34,3 +34,21 @@ class StepStats:
     """From `schedule` to `update`, summed."""
     utilisation: float = 0.0
     """Of the latest step: share of the machine's calibrated limit, the nearer one."""
+
+    def copy(self) -> StepStats:
+        return replace(self, accepted_per_position=self.accepted_per_position.copy())
+
+    def since(self, earlier: StepStats) -> StepStats:
+        """What came after `earlier`, an older copy."""
+        interval = self.copy()
+        for each in fields(self):
+            if each.name not in ("accepted_per_position", "utilisation"):
+                setattr(interval, each.name, getattr(self, each.name) - getattr(earlier, each.name))
+        before = earlier.accepted_per_position
+        interval.accepted_per_position = [
+            count - (before[place] if place < len(before) else 0)
+            for place, count in enumerate(self.accepted_per_position if interval.num_drafts else [])
+        ]
+        if not interval.num_steps:
+            interval.utilisation = 0.0
+        return interval

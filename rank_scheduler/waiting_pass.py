@@ -344,5 +344,3 @@ class WaitingPass:
         else:
             stats.num_prefix_queries += num_tokens
             stats.num_prefix_hits += num_hit
-            self._state.num_prefix_queries += num_tokens
-            self._state.num_prefix_hits += num_hit
