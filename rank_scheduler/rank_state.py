@@ -137,6 +137,10 @@ class RankState:
         someone_runs = len(self.batch) > self.batch.num_idle
         return int(self.config.watermark * self.setup.num_blocks) if someone_runs else 0
 
+    def num_lost(self, slot: int) -> int:
+        """What counts, the less the sooner, when a victim is chosen among equals: computed work, or nothing."""
+        return 0 if self.config.preemption_policy == "last" else int(self.batch.num_computed[slot])
+
     # ---- moves ----
 
     def enqueue(self, sequence: Sequence) -> None:
@@ -224,15 +228,9 @@ class RankState:
         while self.deferred_frees and (not self.flights or self.deferred_frees[0][0] < self.flights[0].step):
             self._free(self.deferred_frees.popleft()[1])
 
-    def release_quarantined(self, key: RequestKey) -> bool:
-        """The load of an ended request is over; False if there was none."""
-        held = self.quarantine.pop(key, None)
-        if held is not None:
-            self._free(held)
-        return held is not None
-
-    def release_sent(self, key: RequestKey) -> bool:
-        held = self.sending.pop(key, None)
+    def release_held(self, holders: dict[RequestKey, HeldBlocks], key: RequestKey) -> bool:
+        """Of `quarantine` or `sending`: the event that was waited for has come; False if nothing waits for it."""
+        held = holders.pop(key, None)
         if held is not None:
             self._free(held)
         return held is not None

@@ -107,12 +107,11 @@ class RoomMaker:
         batch = self._state.batch
         order = batch.order
         slots = order[batch.priority[order] > priority][::-1].tolist()
-        last = self._state.config.preemption_policy == "last"
         return sorted(
             slots,
             key=lambda slot: (
                 -int(batch.priority[slot]),
                 not batch.is_idle[slot],
-                0 if last else int(batch.num_computed[slot]),
+                self._state.num_lost(slot),
             ),
         )

@@ -171,13 +171,7 @@ class RunningPass:
         growing = slots[lacking]
         num_new = -(-ends[lacking] // self._block_size) - batch.num_columns[growing]
         if int(num_new.sum()) * state.kv.num_groups <= state.kv.pool.num_free_blocks:
-            if int(num_new.max()) == 1:
-                columns = state.kv.take_columns(len(growing))
-                batch.append_column(growing, columns)
-                draft.appended_slots.append(growing)
-                draft.appended_columns.append(columns)
-            else:
-                self._append(np.repeat(growing, num_new), draft)
+            self._append(np.repeat(growing, num_new), draft, once=int(num_new.max()) == 1)
             return
         if self._max_drafts and self._drop_drafts(slots, counts):
             self._grow(slots, counts, draft, now, may_preempt=may_preempt)
@@ -198,9 +192,10 @@ class RunningPass:
         counts[has_drafts] = known[has_drafts]
         return bool(has_drafts.any())
 
-    def _append(self, slots: Int32Array, draft: StepDraft) -> None:
-        columns = self._state.kv.take_columns(len(slots))
-        self._state.batch.append_columns(slots, columns)
+    def _append(self, slots: Int32Array, draft: StepDraft, *, once: bool = False) -> None:
+        """A new column for each of `slots`, which may occur more than once unless `once`."""
+        batch, columns = self._state.batch, self._state.kv.take_columns(len(slots))
+        (batch.append_column if once else batch.append_columns)(slots, columns)
         draft.appended_slots.append(slots)
         draft.appended_columns.append(columns)
 
@@ -238,7 +233,6 @@ class RunningPass:
         state, batch = self._state, self._state.batch
         if state.setup.connector is not None and state.flights:
             return None
-        last = state.config.preemption_policy == "last"
         candidates = [
             slot
             for slot in reversed(batch.order.tolist())
@@ -250,7 +244,7 @@ class RunningPass:
             key=lambda slot: (
                 bool(batch.is_idle[slot]) is not is_alone,
                 -int(batch.priority[slot]) if self._by_priority else 0,
-                0 if last else int(batch.num_computed[slot]),
+                state.num_lost(slot),
             )
         )
         return next((slot for slot in candidates if state.kv.num_freed_by(batch.table(slot))), None)

@@ -168,7 +168,7 @@ class Scheduler:
     def load_finished(self, event: LoadFinished, now: float) -> None:
         """A KV load has ended, well or not; late, doubled and unknown ones are ignored."""
         self._is_stuck = False
-        if self._state.release_quarantined(event.key):
+        if self._state.release_held(self._state.quarantine, event.key):
             return
         sequence = self._state.sequences.get(event.key)
         if sequence is None or sequence.state is not SequenceState.WAITING_FOR_KV_LOAD:
@@ -179,7 +179,7 @@ class Scheduler:
     def send_finished(self, event: SendFinished, now: float) -> None:
         """Nobody reads the blocks of this ended request any more."""
         self._is_stuck = False
-        if not self._state.release_sent(event.key):
+        if not self._state.release_held(self._state.sending, event.key):
             self.num_ignored_messages += 1
 
     # ---- operation ----
