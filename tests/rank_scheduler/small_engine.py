@@ -5,18 +5,14 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from kv_transfer.connector import LoadFinished
-from model_runner.simulated import SimulatedRunner, expected_tokens
-from rank_scheduler.config import CacheConfig, SchedulerConfig
-from rank_scheduler.interface import KvGroup
 from rank_scheduler.messages import EncoderInput, RankLoad
 from rank_scheduler.plan import StepPlan, StepResult
-from tests.engine import Engine
+from tests.rank_scheduler.scenario import BLOCK_SIZE, EOS, VOCAB_SIZE, Rank
+from tests.rank_scheduler.scenario import expected as tokens_after
 from tests.rank_scheduler.simulated_connector import SimulatedConnector
 
-VOCAB_SIZE = 50
-EOS = 7
-BLOCK_SIZE = 4
+__all__ = ["BLOCK_SIZE", "EOS", "MAX_MODEL_LEN", "VOCAB_SIZE", "SmallEngine", "item", "prompt_of", "tokens_after"]
+
 MAX_MODEL_LEN = 64
 
 
@@ -24,50 +20,16 @@ def prompt_of(length: int, start: int = 0) -> list[int]:
     return [(start + 7 * index) % VOCAB_SIZE for index in range(length)]
 
 
-def tokens_after(prompt: list[int], num_tokens: int, **model: Any) -> list[int]:
-    return expected_tokens(prompt, num_tokens, VOCAB_SIZE, **model)
-
-
 def item(offset: int, length: int, number: int = 0) -> EncoderInput:
     return EncoderInput(f"item {number}".encode(), offset, length, bytes([number]))
 
 
-class SmallEngine(Engine):
+class SmallEngine(Rank):
     """`fields` are those of `SchedulerConfig`, `setup` those of `SchedulerSetup`."""
 
-    def __init__(
-        self,
-        *,
-        num_blocks: int = 65,
-        max_model_len: int = MAX_MODEL_LEN,
-        kv_groups: tuple[KvGroup, ...] = (KvGroup(),),
-        is_encoder_decoder: bool = False,
-        with_connector: bool = False,
-        setup: dict[str, Any] | None = None,
-        **fields: Any,
-    ) -> None:
-        config = SchedulerConfig(**({"max_num_batched_tokens": 64, "max_num_seqs": 8} | fields))
-        runner = SimulatedRunner(
-            scheduler=config,
-            cache=CacheConfig(num_blocks=num_blocks, block_size=BLOCK_SIZE),
-            max_model_len=max_model_len,
-            vocab_size=VOCAB_SIZE,
-            eos_token_ids=frozenset({EOS}),
-            kv_groups=kv_groups,
-            is_encoder_decoder=is_encoder_decoder,
-        )
-        self.connector = SimulatedConnector() if with_connector else None
-        if self.connector is not None:
-            connector = self.connector
-            runner.start_connector = lambda metadata: connector.start(metadata, runner)
-        super().__init__(
-            runner,
-            config,
-            kv_groups=kv_groups,
-            is_encoder_decoder=is_encoder_decoder,
-            connector=self.connector,
-            **(setup or {}),
-        )
+    def __init__(self, *, num_blocks: int = 65, with_connector: bool = False, **fields: Any) -> None:
+        connector = SimulatedConnector() if with_connector else None
+        super().__init__(connector=connector, num_blocks=num_blocks, **({"max_num_batched_tokens": 64} | fields))
         self.shares: list[dict[int, int]] = []
         """Of every executed plan: request → tokens."""
 
@@ -82,14 +44,6 @@ class SmallEngine(Engine):
 
     def steps(self, count: int) -> list[dict[int, int]]:
         return [self.step_shares() for _ in range(count)]
-
-    def end_load(self, request_id: int, num_valid_tokens: int | None = None, cause: str = "") -> None:
-        """The load of a request (owner 0) ends; `num_valid_tokens` None: well."""
-        assert self.connector is not None
-        load = self.connector.loading.pop((0, request_id))
-        self.connector._fill(load, load[3] if num_valid_tokens is None else num_valid_tokens, self.runner)
-        self.scheduler.load_finished(LoadFinished((0, request_id), num_valid_tokens, cause), self.now)
-        self.scheduler.check_integrity()
 
     def end_loads(self) -> None:
         assert self.connector is not None

@@ -402,7 +402,7 @@ def test_a_load_is_told():
     engine = SmallEngine(with_connector=True, max_kv_load_retries=1)
     submit(engine, 1, 12, kv_transfer_params={"external": 8, "is_async": 1})
     engine.step()
-    engine.end_load(1, num_valid_tokens=0, cause="peer_lost")
+    engine.end_load(1, num_valid=0, cause="peer_lost")
     engine.step()
     engine.end_load(1)
     engine.drain()
@@ -425,7 +425,7 @@ def test_a_part_of_a_load_that_is_not_valid_is_told_in_figures():
     engine = SmallEngine(with_connector=True)
     submit(engine, 1, 12, kv_transfer_params={"external": 8, "is_async": 1})
     engine.step()
-    engine.end_load(1, num_valid_tokens=4)
+    engine.end_load(1, num_valid=4)
     assert causes(engine, 1)["load_failed"] == "4 of 8 tokens are valid"
 
 

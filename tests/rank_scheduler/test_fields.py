@@ -716,7 +716,7 @@ def test_after_a_failed_load_the_rest_is_computed_or_the_request_ends(policy):
     engine = SmallEngine(with_connector=True, kv_load_failure_policy=policy)
     submit_load(engine, 1)
     engine.step()
-    engine.end_load(1, num_valid_tokens=4, cause="peer_lost")
+    engine.end_load(1, num_valid=4, cause="peer_lost")
     if policy == "recompute":
         assert engine.step_shares() == {1: 8}
     engine.drain()
@@ -740,7 +740,7 @@ def test_a_load_that_brought_nothing_is_tried_again_so_often(retries):
         if not engine.connector.loading:
             break
         num_loads += 1
-        engine.end_load(1, num_valid_tokens=0, cause="peer_lost")
+        engine.end_load(1, num_valid=0, cause="peer_lost")
     assert num_loads == 1 + retries
     engine.drain()
     assert engine.tokens[1] == tokens_after(prompt_of(12, start=1), 2)

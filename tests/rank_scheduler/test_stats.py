@@ -120,7 +120,7 @@ def test_loaded_tokens_and_failed_loads_are_counted():
     engine.step()
     assert engine.load.num_loads == 2
     engine.end_load(1)
-    engine.end_load(2, num_valid_tokens=4)
+    engine.end_load(2, num_valid=4)
     engine.drain()
     stats = stats_since(engine)
     assert (stats.num_external_hits, stats.num_failed_loads) == (8 + 4 + 10, 1)
