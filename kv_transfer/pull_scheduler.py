@@ -1,0 +1,293 @@
+"""The deciding half of the `PullConnector`: what is kept for others, and what is fetched from them; pure.
+
+What it wants done goes to the worker half as the metadata of the next plan: `Order`s, in the order in which things
+happened. It hears nothing back (the scheduler hears of loads and sends), and needs not to: each ticket is used once,
+whether that works or not.
+
+Producing: a lease is opened whenever a request with `do_remote_decode` gets blocks, with an id of its own each time,
+so that what a reader holds never means the blocks that the request got later. Its end decides: handed off, the blocks
+are kept and the ticket names them; otherwise the lease is void. **Consuming**: a ticket is held from the request's
+arrival on (the worker half heartbeats its lease), until a load begins, or nothing needs to be loaded, or the request
+ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, auto
+
+import numpy as np
+import numpy.typing as npt
+
+from kv_transfer.connector import ExternalMatch, KvParams, KvRequest, RequestKey
+from kv_transfer.geometry import Geometry
+from kv_transfer.ticket import HandOff, Ticket, Unusable, parse_params
+from kv_transfer.transport import BlockIds
+
+# ---- orders to the worker half ----
+
+
+@dataclass(frozen=True, slots=True)
+class OpenLease:
+    lease_id: int
+    key: RequestKey
+
+
+@dataclass(frozen=True, slots=True)
+class AdvanceLease:
+    """Once this plan's step has been computed, so many tokens are complete."""
+
+    lease_id: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class VoidLease:
+    """The blocks are given up: this plan, or a later one, may write into them."""
+
+    lease_id: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class CompleteLease:
+    """The request has ended, its blocks are kept: a `SendFinished` is due."""
+
+    lease_id: int
+    key: RequestKey
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class HoldTicket:
+    """Keep the ticket's lease alive until it is loaded or dropped."""
+
+    key: RequestKey
+    ticket: Ticket
+
+
+@dataclass(frozen=True, slots=True)
+class LoadBlocks:
+    """Use the ticket that is held: a `LoadFinished` is due. All arrays have shape [n]."""
+
+    key: RequestKey
+    remote_blocks: BlockIds
+    local_blocks: BlockIds
+    complete_at: npt.NDArray[np.int32]
+    """With how many of the ticket's tokens each remote block is complete; ascending."""
+    num_local_tokens: int
+    """Valid whatever becomes of the load."""
+
+
+@dataclass(frozen=True, slots=True)
+class DropTicket:
+    """The request needs no (more) remote KV: end its load, if there is one, and give the lease back."""
+
+    key: RequestKey
+
+
+@dataclass(frozen=True, slots=True)
+class RejectParams:
+    """A request came with params that say nothing usable; to be told and counted."""
+
+    key: RequestKey
+    message: str
+
+
+Order = OpenLease | AdvanceLease | VoidLease | CompleteLease | HoldTicket | LoadBlocks | DropTicket | RejectParams
+PullMetadata = tuple[Order, ...]
+
+
+# ---- what is known of requests ----
+
+
+@dataclass(slots=True)
+class _Outgoing:
+    """A request that is to hand off."""
+
+    lease_id: int | None = None
+    """None: it has no blocks."""
+    num_computed_tokens: int = 0
+
+
+class _Stage(Enum):
+    HELD = auto()
+    LOADING = auto()
+    USED = auto()
+
+
+@dataclass(slots=True)
+class _Incoming:
+    """A request with a ticket."""
+
+    ticket: Ticket
+    stage: _Stage = _Stage.HELD
+    num_local_tokens: int = 0
+    """The local hit that was last asked about."""
+
+
+class PullScheduler:
+    """The scheduler half of one rank."""
+
+    def __init__(
+        self, *, engine_id: str, host: str, port: Callable[[], int | None], geometry: Geometry, produces: bool,
+        consumes: bool,
+    ) -> None:  # fmt: skip
+        """`port` is asked when tickets are made: None while the worker half does not listen."""
+        self._engine_id = engine_id
+        self._host = host
+        self._port = port
+        self._geometry = geometry
+        self._fingerprint = geometry.fingerprint()
+        self._produces = produces
+        self._consumes = consumes
+        self._outgoing: dict[RequestKey, _Outgoing] = {}
+        self._incoming: dict[RequestKey, _Incoming] = {}
+        self._orders: list[Order] = []
+        self._next_lease_id = 1
+
+    def on_new_request(self, request: KvRequest) -> None:
+        if not request.params:
+            return
+        parsed = parse_params(request.params)
+        if isinstance(parsed, HandOff) and not self._produces:
+            parsed = Unusable("kv_transfer_params: do_remote_decode is true, and this rank's kv_role is kv_consumer")
+        if isinstance(parsed, Ticket) and not self._consumes:
+            parsed = Unusable("kv_transfer_params: do_remote_prefill is true, and this rank's kv_role is kv_producer")
+        if isinstance(parsed, Ticket) and parsed.num_tokens > len(request.token_ids):
+            parsed = Unusable(
+                f"kv_transfer_params: num_tokens is {parsed.num_tokens}, and the request has {len(request.token_ids)}"
+            )
+        match parsed:
+            case HandOff():
+                self._outgoing[request.key] = _Outgoing()
+            case Ticket():
+                self._incoming[request.key] = _Incoming(parsed)
+                self._orders.append(HoldTicket(request.key, parsed))
+            case Unusable(message):
+                self._orders.append(RejectParams(request.key, message))
+
+    def may_load_async(self, request: KvRequest) -> bool:
+        incoming = self._incoming.get(request.key)
+        return incoming is not None and incoming.stage is _Stage.HELD
+
+    def get_num_new_matched_tokens(self, request: KvRequest, num_computed_tokens: int) -> ExternalMatch | None:
+        incoming = self._incoming.get(request.key)
+        if incoming is None or incoming.stage is not _Stage.HELD:
+            return ExternalMatch(0, False)
+        incoming.num_local_tokens = num_computed_tokens
+        # A hit that ends within a block ends in one that this rank will write itself.
+        if num_computed_tokens % self._geometry.block_size:
+            return ExternalMatch(0, False)
+        num_tokens = max(0, incoming.ticket.num_tokens - num_computed_tokens)
+        return ExternalMatch(num_tokens, num_tokens > 0)
+
+    def update_state_after_alloc(
+        self, request: KvRequest, block_ids: npt.NDArray[np.int32], num_external_tokens: int
+    ) -> None:
+        key = request.key
+        if (outgoing := self._outgoing.get(key)) is not None and outgoing.lease_id is None:
+            outgoing.lease_id = self._next_lease_id
+            self._next_lease_id += 1
+            self._orders.append(OpenLease(outgoing.lease_id, key))
+        incoming = self._incoming.get(key)
+        if incoming is None:
+            return
+        if incoming.stage is _Stage.HELD and num_external_tokens > 0:
+            incoming.stage = _Stage.LOADING
+            self._orders.append(self._load(key, incoming, block_ids))
+        elif incoming.stage is _Stage.HELD:
+            self._drop(key, incoming)
+        else:
+            incoming.stage = _Stage.USED
+
+    def request_computed(self, key: RequestKey, num_tokens: int) -> None:
+        outgoing = self._outgoing.get(key)
+        if outgoing is not None and outgoing.lease_id is not None and num_tokens > outgoing.num_computed_tokens:
+            outgoing.num_computed_tokens = num_tokens
+            self._orders.append(AdvanceLease(outgoing.lease_id, num_tokens))
+
+    def request_preempted(self, key: RequestKey) -> None:
+        if (outgoing := self._outgoing.get(key)) is not None:
+            self._void(outgoing, "its request was preempted")
+        if (incoming := self._incoming.get(key)) is not None and incoming.stage is not _Stage.USED:
+            self._drop(key, incoming)
+
+    def build_connector_meta(self) -> PullMetadata | None:
+        orders, self._orders = tuple(self._orders), []
+        return orders or None
+
+    def request_finished(
+        self, request: KvRequest, block_ids: npt.NDArray[np.int32], *, hands_off: bool
+    ) -> tuple[bool, KvParams | None]:
+        key = request.key
+        if (incoming := self._incoming.pop(key, None)) is not None and incoming.stage is not _Stage.USED:
+            self._drop(key, incoming)
+        outgoing = self._outgoing.pop(key, None)
+        if outgoing is None:
+            return False, None
+        ticket = self._ticket(outgoing, block_ids) if hands_off else None
+        if ticket is None:
+            self._void(outgoing, "its request has ended without handing off")
+            return False, None
+        self._orders.append(CompleteLease(ticket.remote_lease_id, key, ticket.num_tokens))
+        return True, ticket.params()
+
+    def has_pending_work(self) -> bool:
+        return bool(self._orders)
+
+    def check_integrity(self) -> None:
+        lease_ids = [outgoing.lease_id for outgoing in self._outgoing.values() if outgoing.lease_id is not None]
+        assert len(lease_ids) == len(set(lease_ids)), "two requests share a lease"
+        assert all(0 < lease_id < self._next_lease_id for lease_id in lease_ids)
+        assert all(o.lease_id is not None or not o.num_computed_tokens for o in self._outgoing.values())
+        assert not self._outgoing.keys() & self._incoming.keys(), "a request comes and goes"
+
+    # ---- inside ----
+
+    def _load(self, key: RequestKey, incoming: _Incoming, block_ids: npt.NDArray[np.int32]) -> LoadBlocks:
+        """Pairs of blocks beyond the local hit, those that are complete first in front."""
+        ticket, first = incoming.ticket, incoming.num_local_tokens // self._geometry.block_size
+        remote = np.zeros((0, 0), np.int32)
+        local = remote
+        if ticket.fingerprint == self._fingerprint and ticket.num_groups == len(block_ids):
+            remote = ticket.table()[:, first:]
+            local = block_ids[:, first : ticket.num_columns]
+            if local.shape != remote.shape:
+                raise ValueError(f"{block_ids.shape[1]} columns of blocks for {ticket.num_tokens} tokens")
+        # (Of another geometry nothing can be paired, and the worker half will be told what differs.)
+        ends = (np.arange(remote.shape[1], dtype=np.int32) + first + 1) * ticket.block_size
+        ends = np.minimum(ends, ticket.num_tokens)
+        columns, groups = np.nonzero((remote != 0).T & (local != 0).T)
+        return LoadBlocks(
+            key, remote[groups, columns], local[groups, columns], ends[columns], incoming.num_local_tokens
+        )  # fmt: skip
+
+    def _drop(self, key: RequestKey, incoming: _Incoming) -> None:
+        incoming.stage = _Stage.USED
+        self._orders.append(DropTicket(key))
+
+    def _void(self, outgoing: _Outgoing, why: str) -> None:
+        if outgoing.lease_id is not None:
+            self._orders.append(VoidLease(outgoing.lease_id, why))
+        outgoing.lease_id, outgoing.num_computed_tokens = None, 0
+
+    def _ticket(self, outgoing: _Outgoing, block_ids: npt.NDArray[np.int32]) -> Ticket | None:
+        """What another rank needs, or None: there is nothing to hand off, or nobody could fetch it."""
+        port, num_tokens, block_size = self._port(), outgoing.num_computed_tokens, self._geometry.block_size
+        num_columns = -(-num_tokens // block_size)
+        if outgoing.lease_id is None or port is None or not num_tokens or block_ids.shape[1] < num_columns:
+            return None
+        return Ticket(
+            do_remote_prefill=True,
+            remote_engine_id=self._engine_id,
+            remote_host=self._host,
+            remote_port=port,
+            remote_lease_id=outgoing.lease_id,
+            remote_block_ids=block_ids[:, :num_columns].ravel().tolist(),
+            num_groups=len(block_ids),
+            num_tokens=num_tokens,
+            block_size=block_size,
+            fingerprint=self._fingerprint,
+        )

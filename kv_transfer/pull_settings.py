@@ -1,0 +1,69 @@
+"""The settings of a `PullConnector`: `kv_connector_extra_config`."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from kv_transfer.config import KVTransferConfig
+
+
+class PullSettings(BaseModel):
+    """Frozen, unknown keys refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    transport: Literal["auto", "inproc", "shm", "tcp", "nixl", "ucx", "mooncake"] = Field(
+        default="auto", description="What moves the blocks. auto: the first that works of inproc, shm, nixl and tcp."
+    )
+    mode: Literal["pull", "push"] = Field(
+        default="pull", description="Who moves the blocks: pull, the rank that needs them. push is not offered."
+    )
+    lease_s: float = Field(
+        default=30.0, gt=0, description="How long a prefill rank keeps blocks that nobody asks for any more."
+    )
+    heartbeat_interval_s: float | None = Field(
+        default=None, gt=0, description="How often a lease is extended while its request waits. None: lease_s / 6."
+    )
+    connect_timeout_s: float = Field(default=5.0, gt=0, description="To reach a peer, and for each answer of its.")
+    pull_timeout_s: float = Field(default=10.0, gt=0, description="For the blocks of a request, besides their size.")
+    min_bytes_per_s: float = Field(
+        default=50e6, gt=0, description="Each byte to move adds the inverse of this to pull_timeout_s."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.mode == "push":
+            raise ValueError(
+                "mode is 'push', and no transport here writes into a peer's pool: only the rank that owns the blocks "
+                "could tell when a late write can no longer come. Use 'pull', which begins while the prompt is still "
+                "being computed as well"
+            )
+        if self.heartbeat_s * 2 > self.lease_s:
+            raise ValueError(
+                f"heartbeat_interval_s is {self.heartbeat_s:g} and lease_s {self.lease_s:g}: one lost heartbeat would "
+                f"end a lease; set it to {self.lease_s / 2:g} or less"
+            )
+        return self
+
+    @property
+    def heartbeat_s(self) -> float:
+        return self.lease_s / 6 if self.heartbeat_interval_s is None else self.heartbeat_interval_s
+
+    def pull_s(self, num_bytes: int) -> float:
+        """How long blocks of so many bytes may take."""
+        return self.pull_timeout_s + num_bytes / self.min_bytes_per_s
+
+    @classmethod
+    def of(cls, config: KVTransferConfig) -> PullSettings:
+        """Raises ValueError, naming the key."""
+        try:
+            return cls.model_validate(config.kv_connector_extra_config)
+        except ValidationError as error:
+            told = [
+                ".".join(("kv_connector_extra_config", *map(str, part["loc"]))) + f": {part['msg']}"
+                for part in error.errors()
+            ]
+            known = ", ".join(cls.model_fields)
+            raise ValueError("; ".join(told) + f" (PullConnector knows {known})") from None

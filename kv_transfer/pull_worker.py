@@ -1,0 +1,223 @@
+"""The moving half of the `PullConnector`: one thread, `kv-io`, with an event loop, for leases and loads.
+
+The step's thread only hands orders over, in order, and never waits for the loop. Two of its calls have a meaning of
+their own for whoever reads this rank's blocks: `start_load_kv` makes void leases impossible to confirm **before it
+returns**, since the step that follows, or a load that begins with it, may write into their blocks; and `finish_step`
+says which tokens are complete. If a step was not computed, what was to be complete then never will be.
+
+After `close` has returned nothing is posted; before, every load and every kept request has had its event.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import cast
+
+from kv_transfer.config import KvRole
+from kv_transfer.connector import ConnectorContext, ConnectorEvent, ConnectorStats, LoadFinished
+from kv_transfer.lanes import Lanes
+from kv_transfer.memory import KvMemory
+from kv_transfer.pull_client import Identity
+from kv_transfer.pull_loads import PullLoads
+from kv_transfer.pull_scheduler import (
+    AdvanceLease,
+    CompleteLease,
+    DropTicket,
+    HoldTicket,
+    LoadBlocks,
+    OpenLease,
+    Order,
+    PullMetadata,
+    RejectParams,
+    VoidLease,
+)
+from kv_transfer.pull_server import PullServer
+from kv_transfer.pull_settings import PullSettings
+from kv_transfer.transport import TransferError
+
+_log = logging.getLogger(__name__)
+
+# For a thread to start, or to end once everything in it has ended.
+_THREAD_TIMEOUT_S = 10.0
+
+
+class PullWorker:
+    """The worker half of one rank."""
+
+    def __init__(
+        self,
+        context: ConnectorContext,
+        settings: PullSettings,
+        lanes: Lanes,
+        on_listening: Callable[[int], None],
+    ) -> None:
+        """`on_listening` is told the port, within `start`; not for a rank that only consumes."""
+        self._context = context
+        self._settings = settings
+        self._lanes = lanes
+        self._on_listening = on_listening
+        self._lock = threading.Lock()
+        """Over whether, and what, may still be handed to the loop and posted."""
+        self._is_closing = False
+        self._is_closed = False
+        self._receiver: Callable[[ConnectorEvent], None] | None = None
+        self._num_rejected_params = 0
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run_loop, name="kv-io", daemon=True)
+        self._executor = ThreadPoolExecutor(4, thread_name_prefix="kv-connect")
+        identity = Identity(
+            context.engine_id, context.geometry, context.secret, settings, self._lanes, self._executor
+        )  # fmt: skip
+        self._loads = PullLoads(identity, self._post)
+        self._server: PullServer | None = None
+        if context.role is not KvRole.CONSUMER:
+            self._server = PullServer(
+                engine_id=context.engine_id,
+                geometry=context.geometry,
+                secret=context.secret,
+                lease_s=settings.lease_s,
+                greeting_timeout_s=settings.connect_timeout_s,
+                post=self._post,
+            )
+
+    def start(self, memory: KvMemory, post: Callable[[ConnectorEvent], None]) -> None:
+        geometry = self._context.geometry
+        if memory.block_size_bytes != geometry.block_size_bytes:
+            raise ValueError(
+                f"the pool's blocks have {memory.block_size_bytes} bytes, and the geometry says "
+                f"{geometry.block_size_bytes}: one of them is wrong"
+            )
+        self._receiver = post
+        self._thread.start()
+        try:
+            self._lanes.start(memory, self._context.host)
+            asyncio.run_coroutine_threadsafe(self._start(), self._loop).result(_THREAD_TIMEOUT_S)
+        except BaseException as error:
+            self.close(0.0)
+            if isinstance(error, TransferError):
+                raise OSError(f"KV cannot be transferred: {error.message}") from error
+            raise
+
+    async def _start(self) -> None:
+        self._loads.start()
+        if self._server is not None:
+            config, host = self._context.config, self._context.host
+            try:
+                port = await self._server.start(host, config.kv_port, self._lanes.endpoints)
+            except OSError as error:
+                raise OSError(
+                    error.errno, f"the KV connector cannot listen on {host}:{config.kv_port} (kv_ip, kv_port): {error}"
+                ) from error
+            self._on_listening(port)
+
+    # ---- the step's thread ----
+
+    def start_load_kv(self, metadata: object) -> None:
+        orders = cast(PullMetadata, metadata)
+        if self._server is not None:
+            for order in orders:
+                if isinstance(order, VoidLease):
+                    self._server.refuse_at_once(order.lease_id)
+        with self._lock:
+            if not self._is_closing:
+                self._loop.call_soon_threadsafe(self._obey, orders)
+                return
+        for order in orders:
+            if isinstance(order, LoadBlocks):
+                self._post(LoadFinished(order.key, order.num_local_tokens, "ended: this rank closes its connector"))
+
+    def wait_for_layer_load(self, layer: int) -> None:
+        """Nothing is loaded within a step."""
+
+    def save_kv_layer(self, layer: int) -> None:
+        """Nothing is sent: whoever needs it reads it."""
+
+    def finish_step(self, metadata: object | None, *, was_computed: bool) -> frozenset[int]:
+        orders = [order for order in cast(PullMetadata, metadata or ()) if isinstance(order, AdvanceLease)]
+        if orders:
+            with self._lock:
+                if not self._is_closing:
+                    self._loop.call_soon_threadsafe(self._advance, orders, was_computed)
+        return frozenset()
+
+    # ---- any thread ----
+
+    def stats(self) -> ConnectorStats:
+        stats = ConnectorStats()
+        self._loads.add_to(stats)
+        if self._server is not None:
+            stats.num_leases, stats.num_expired_leases = self._server.num_leases, self._server.num_expired
+        stats.num_rejected_params = self._num_rejected_params
+        return stats
+
+    def close(self, timeout_s: float) -> None:
+        with self._lock:
+            if self._is_closing:
+                return
+            self._is_closing = True
+        if self._thread.is_alive():
+            asyncio.run_coroutine_threadsafe(self._close(timeout_s), self._loop).result()
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(_THREAD_TIMEOUT_S)
+        else:
+            self._lanes.close(timeout_s)
+        self._executor.shutdown()
+        if not self._loop.is_running():
+            self._loop.close()
+        with self._lock:
+            self._is_closed = True
+
+    # ---- the loop's thread ----
+
+    def _run_loop(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+
+    def _obey(self, orders: PullMetadata) -> None:
+        for order in orders:
+            self._obey_one(order)
+
+    def _obey_one(self, order: Order) -> None:
+        match order:
+            case HoldTicket(key, ticket):
+                self._loads.hold(key, ticket)
+            case LoadBlocks():
+                self._loads.begin(order)
+            case DropTicket(key):
+                self._loads.drop(key)
+            case RejectParams(key, message):
+                self._num_rejected_params += 1
+                _log.warning("Request %s is served without remote KV: %s", key, message)
+        if self._server is None:
+            return
+        match order:
+            case OpenLease(lease_id, key):
+                self._server.open(lease_id, key)
+            case VoidLease(lease_id, why):
+                self._server.void(lease_id, why)
+            case CompleteLease(lease_id, key, num_tokens):
+                self._server.complete(lease_id, key, num_tokens)
+
+    def _advance(self, orders: Sequence[AdvanceLease], was_computed: bool) -> None:
+        assert self._server is not None
+        for order in orders:
+            if was_computed:
+                self._server.advance(order.lease_id, order.num_tokens)
+            else:
+                self._server.void(order.lease_id, "a step that was to compute its KV was not computed")
+
+    async def _close(self, timeout_s: float) -> None:
+        if self._server is not None:
+            await self._server.close()
+        self._loads.begin_close()
+        await asyncio.get_running_loop().run_in_executor(self._executor, self._lanes.close, timeout_s)
+        await self._loads.close()
+
+    def _post(self, event: ConnectorEvent) -> None:
+        with self._lock:
+            if not self._is_closed and self._receiver is not None:
+                self._receiver(event)
