@@ -20,8 +20,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
-from cluster.step_executor import ConnectorWorker, ExecutorThread, StepEnded, StepExecutor
-from kv_transfer.connector import LoadFinished, SendFinished
+from cluster.step_executor import ExecutorThread, StepEnded, StepExecutor
+from kv_transfer.connector import LoadFenced, LoadFinished, SendFinished, WorkerConnector
 from model_runner.runner import ModelRunner
 from rank_scheduler.interface import PauseState, SchedulerInterface
 from rank_scheduler.messages import Explain, Explained, Extend, RankLoad, RankToRouter, Submit
@@ -125,6 +125,7 @@ Event = (
     | Asked
     | GrammarCompiled
     | LoadFinished
+    | LoadFenced
     | SendFinished
     | PauseRequested
     | IntegrityCheck
@@ -149,7 +150,7 @@ class RankLoop:
         on_crash: Callable[[str], None],
         *,
         grammar_compiler: GrammarCompiler | None = None,
-        connector_worker: ConnectorWorker | None = None,
+        connector_worker: WorkerConnector | None = None,
     ) -> None:
         """`on_crash` is called, from the loop's thread, once and as the thread's last act."""
         self._scheduler = scheduler
@@ -330,6 +331,8 @@ class RankLoop:
                 scheduler.grammar_compiled(owner, request_id, matcher, error, now, is_request_fault=is_request_fault)
             case LoadFinished():
                 scheduler.load_finished(event, now)
+            case LoadFenced():
+                scheduler.load_fenced(event, now)
             case SendFinished():
                 scheduler.send_finished(event, now)
             case PauseRequested(state, done):

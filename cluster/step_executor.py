@@ -8,24 +8,14 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
+import msgspec
+
+from kv_transfer.connector import WorkerConnector
 from model_runner.runner import ModelRunner
 from rank_scheduler.plan import StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
-
-
-class ConnectorWorker(Protocol):
-    """The half of a KV connector that moves data."""
-
-    def start(self, metadata: object) -> None:
-        """Begin what the scheduler half asked for, and return: the end of it is told by events.
-
-        Called once for each plan that has metadata, in order, on the thread that executes them and before the plan
-        is executed; also for plans that will not be, since what they ask for is remembered as asked for.
-        """
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,34 +29,66 @@ class StepEnded:
 class StepExecutor:
     """Runner and connector worker as one; touched by the thread that executes only."""
 
-    def __init__(self, runner: ModelRunner, connector_worker: ConnectorWorker | None = None) -> None:
+    def __init__(self, runner: ModelRunner, connector_worker: WorkerConnector | None = None) -> None:
         self._runner = runner
-        self._connector_worker = connector_worker
+        self._worker = connector_worker
+        self._has_started_load = False
+        """The connector worker has taken the metadata of the present plan."""
+        if connector_worker is not None:
+            runner.kv_hooks = self
         self.busy_since: float | None = None
         """When the step began that is being computed, on the monotonic clock; any thread may read it."""
 
     def execute(self, plan: StepPlan) -> StepEnded:
         """Never raises: an exception is an outcome."""
         self.busy_since = time.monotonic()
+        self._has_started_load = False
+        outcome: StepResult | Exception
         try:
-            self._start_transfers(plan)
-            return StepEnded(plan, self._runner.execute(plan))
+            outcome = self._runner.execute(plan)
         except Exception as error:
-            return StepEnded(plan, error)
-        finally:
-            self.busy_since = None
+            outcome = error
+        if self._worker is not None:
+            outcome = self._finish(plan, outcome)
+        self.busy_since = None
+        return StepEnded(plan, outcome)
 
     def drop(self, plan: StepPlan, failure: Exception) -> StepEnded:
         """Compute nothing, because of the `failure` of the step before. Never raises."""
-        try:
-            self._start_transfers(plan)
-        except Exception:
-            logger.exception("the transfers of step %d could not be started", plan.step)
+        self._has_started_load = False
+        if self._worker is not None:
+            self._finish(plan, failure)
         return StepEnded(plan, failure, was_executed=False)
 
-    def _start_transfers(self, plan: StepPlan) -> None:
-        if plan.connector_metadata is not None and self._connector_worker is not None:
-            self._connector_worker.start(plan.connector_metadata)
+    def start_load_kv(self, metadata: object) -> None:
+        """Called by the runner, within `execute`: see `KvHooks`."""
+        assert self._worker is not None
+        self._has_started_load = True
+        self._worker.start_load_kv(metadata)
+
+    def wait_for_layer_load(self, layer: int) -> None:
+        assert self._worker is not None
+        self._worker.wait_for_layer_load(layer)
+
+    def save_kv_layer(self, layer: int) -> None:
+        assert self._worker is not None
+        self._worker.save_kv_layer(layer)
+
+    def _finish(self, plan: StepPlan, outcome: StepResult | Exception) -> StepResult | Exception:
+        """The connector's part of a step's end; the outcome with what the connector adds to it."""
+        assert self._worker is not None
+        was_computed = isinstance(outcome, StepResult)
+        try:
+            if plan.connector_metadata is not None and not self._has_started_load:
+                # The runner has failed before, or the plan was dropped: what it asks for is remembered as asked for.
+                self._worker.start_load_kv(plan.connector_metadata)
+            invalid = self._worker.finish_step(plan.connector_metadata, was_computed=was_computed)
+        except Exception as error:
+            logger.exception("the KV connector failed in step %d", plan.step)
+            return error if was_computed else outcome
+        if invalid and isinstance(outcome, StepResult):
+            return msgspec.structs.replace(outcome, invalid_blocks=invalid)
+        return outcome
 
 
 class ExecutorThread:

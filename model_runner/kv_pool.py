@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from kv_transfer.memory import KvMemory
+
 
 class KvPool:
     """K and V of `num_blocks` blocks; block 0 is the null block, never written.
@@ -24,15 +26,28 @@ class KvPool:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        *,
+        shared: bool = False,
     ) -> None:
+        """`shared`: in a `KvMemory`, which other processes may map."""
         self.num_blocks = num_blocks
         self.num_layers = num_layers
         self.block_size = block_size
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         shape = (num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim)
+        self.memory: KvMemory | None = None
+        """Of a shared pool."""
+        if shared:
+            if device.type != "cpu":
+                raise ValueError(f"a KV pool on {device} cannot be shared with other processes; serve on the CPU")
+            size_bytes = num_layers * 2 * block_size * num_kv_heads * head_dim * dtype.itemsize
+            self.memory = KvMemory(num_blocks, size_bytes)
+            blocks = torch.frombuffer(self.memory.buffer, dtype=dtype).view(shape)
+        else:
+            blocks = torch.empty(shape, dtype=dtype, device=device)
         # Filled, not `torch.zeros`: pages that were never written would only be promised by the system.
-        self.blocks = torch.empty(shape, dtype=dtype, device=device).fill_(0)
+        self.blocks = blocks.fill_(0)
         self.slots = self.blocks.view(num_blocks * num_layers * 2 * block_size, num_kv_heads * head_dim)
         self.pages = self.blocks.view(num_blocks * num_layers * 2, block_size * num_kv_heads * head_dim)
 

@@ -13,6 +13,7 @@ from model_runner.attention import AttentionPlan, paged_attention
 from model_runner.kv_pool import KvPool
 from model_runner.linear import Linear
 from model_runner.model_config import ModelConfig
+from model_runner.runner import KvHooks
 from model_runner.weights import Shape
 
 
@@ -110,6 +111,7 @@ class LlamaModel:
         logit_tokens: torch.Tensor,
         plan: AttentionPlan,
         pool: KvPool,
+        kv_hooks: KvHooks | None = None,
     ) -> torch.Tensor:
         """Compute `token_ids` [tokens] at `positions` [tokens], K and V into `pool`.
 
@@ -134,7 +136,11 @@ class LlamaModel:
             swapped = halves.flip(2).view(num_tokens, num_rotated, head_dim)
             qk.mul_(cos).addcmul_(swapped, sin)
             query, kv = qkv[:, :q_size].view(attended.shape), qkv[:, q_size:].view(num_tokens, 2, -1)
+            if kv_hooks is not None:
+                kv_hooks.wait_for_layer_load(index)
             paged_attention(query, kv, index, plan, pool, attended)
+            if kv_hooks is not None:
+                kv_hooks.save_kv_layer(index)
             hidden += layer.out(attended.view(num_tokens, q_size))
             gate_up = layer.gate_up(F.rms_norm(hidden, hidden_shape, layer.post_norm, eps))
             hidden += layer.down(F.silu(gate_up[:, :inner]).mul_(gate_up[:, inner:]))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from kv_transfer.geometry import Geometry
+from kv_transfer.memory import KvMemory
 from rank_scheduler.interface import KvGroup
 from rank_scheduler.performance import PerformanceModel
 from rank_scheduler.plan import StepPlan, StepResult
@@ -30,10 +32,27 @@ class Capacity:
     is_encoder_decoder: bool = False
     performance: PerformanceModel | None = None
     """The model's shape with this machine's measured limits."""
+    geometry: Geometry | None = None
+    """What its KV blocks hold; None where no other rank could use them."""
+
+
+class KvHooks(Protocol):
+    """What the runner calls within a step for a KV connector; see `kv_transfer.connector.WorkerConnector`."""
+
+    def start_load_kv(self, metadata: object) -> None: ...
+    def wait_for_layer_load(self, layer: int) -> None: ...
+    def save_kv_layer(self, layer: int) -> None: ...
 
 
 class ModelRunner(Protocol):
     """One rank's model. Not thread-safe: `execute` is called from one thread, one step at a time."""
+
+    kv_hooks: KvHooks | None
+    """Set between `load` and the first step; None: there is no connector.
+
+    `start_load_kv` is called for each plan that has `connector_metadata`, when its block copies are done and before
+    anything is computed; the other two for every layer of every step.
+    """
 
     def load(self) -> Capacity:
         """Load weights and allocate the KV pool.
@@ -47,6 +66,10 @@ class ModelRunner(Protocol):
 
         An exception means that the KV of everything in this plan is undefined.
         """
+        ...
+
+    def kv_memory(self) -> KvMemory:
+        """The KV pool as bytes, after `load`. Raises RuntimeError if the pool cannot be shared."""
         ...
 
     def close(self) -> None:

@@ -19,8 +19,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from kv_transfer.memory import KvMemory
 from model_runner.batch import PersistentBatch, StepRows
-from model_runner.runner import Capacity
+from model_runner.runner import Capacity, KvHooks
 from rank_scheduler.config import CacheConfig, SchedulerConfig
 from rank_scheduler.interface import KvGroup
 from rank_scheduler.messages import EncoderInput, TokenLogprobs
@@ -62,9 +63,7 @@ class SimulatedRunner:
         kv_groups: tuple[KvGroup, ...] = (KvGroup(),),
         is_encoder_decoder: bool = False,
         cost: CostModel | None = None,
-        start_connector: Callable[[object], None] | None = None,
     ) -> None:
-        """`start_connector` takes a plan's `connector_metadata`, between the plan's block copies and its rows."""
         self._num_blocks = cache.num_blocks or DEFAULT_NUM_BLOCKS
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
@@ -72,7 +71,7 @@ class SimulatedRunner:
         self._is_encoder_decoder = is_encoder_decoder
         self._is_pooling = scheduler.runner_type == "pooling"
         self._cost = cost or CostModel()
-        self.start_connector = start_connector
+        self.kv_hooks: KvHooks | None = None
         self._block_size = cache.block_size
         self._max_model_len = max_model_len
         self._batch = PersistentBatch(
@@ -120,6 +119,9 @@ class SimulatedRunner:
         self._batch.advance(plan, result.tokens)
         return result
 
+    def kv_memory(self) -> KvMemory:
+        raise RuntimeError("a simulated runner's KV is no memory that could be shared")
+
     def close(self) -> None:
         pass
 
@@ -153,8 +155,8 @@ class SimulatedRunner:
             batch.extend(extension)
         batch.append_blocks(plan.appended_slots, plan.appended_blocks)
         self._kv[plan.appended_blocks] = 0
-        if plan.connector_metadata is not None and self.start_connector is not None:
-            self.start_connector(plan.connector_metadata)
+        if plan.connector_metadata is not None and self.kv_hooks is not None:
+            self.kv_hooks.start_load_kv(plan.connector_metadata)
         for run in plan.encoder_runs:
             self._encode(run.slot, run.item)
 

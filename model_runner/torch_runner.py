@@ -10,6 +10,8 @@ from typing import Literal
 import numpy as np
 import torch
 
+from kv_transfer.geometry import Geometry
+from kv_transfer.memory import KvMemory
 from model_runner.attention import plan_attention
 from model_runner.batch import PersistentBatch, StepRows
 from model_runner.calibration import calibrate
@@ -17,10 +19,10 @@ from model_runner.kv_pool import KvPool
 from model_runner.llama import LlamaModel, expected_tensors
 from model_runner.memory import available_memory_bytes, plan_memory
 from model_runner.model_config import ModelConfig, read_model_config
-from model_runner.runner import Capacity
+from model_runner.runner import Capacity, KvHooks
 from model_runner.sampling import SamplingRows, sample
 from model_runner.token_masks import restricted
-from model_runner.weights import load_tensors
+from model_runner.weights import checkpoint_fingerprint, load_tensors
 from rank_scheduler.config import CacheConfig, SchedulerConfig
 from rank_scheduler.plan import StepPlan, StepResult
 
@@ -44,9 +46,10 @@ class TorchRunner:
         num_threads: int | None = None,
         max_model_len: int | None = None,
         memory_budget_bytes: int | None = None,
+        shared_kv: bool = False,
     ) -> None:
         """`num_threads` is set for the whole process, None leaves torch's choice; `max_model_len` None: the model's;
-        `memory_budget_bytes` None: what is free on the device.
+        `memory_budget_bytes` None: what is free on the device; `shared_kv`: the pool can be mapped by other processes.
         """
         self._model_dir = model_dir
         self._scheduler = scheduler
@@ -56,6 +59,8 @@ class TorchRunner:
         self._num_threads = num_threads
         self._max_model_len = max_model_len
         self._memory_budget_bytes = memory_budget_bytes
+        self._shared_kv = shared_kv
+        self.kv_hooks: KvHooks | None = None
         self._model: LlamaModel | None = None
         self._pool: KvPool | None = None
         self._batch: PersistentBatch | None = None
@@ -98,6 +103,7 @@ class TorchRunner:
             config.head_dim,
             dtype,
             device,
+            shared=self._shared_kv,
         )
         self._batch = PersistentBatch(
             self._scheduler.max_num_seqs,
@@ -117,6 +123,16 @@ class TorchRunner:
             device=self._device_name,
             backend="torch",
             performance=performance,
+            geometry=Geometry(
+                model=checkpoint_fingerprint(self._model_dir),
+                dtype=str(dtype).removeprefix("torch."),
+                num_layers=config.num_hidden_layers,
+                num_kv_heads=config.num_key_value_heads,
+                head_dim=config.head_dim,
+                block_size=self._cache.block_size,
+                num_groups=1,
+                block_size_bytes=memory.block_size_bytes,
+            ),
         )
         logger.info(
             "loaded %s (%s) in %.1f s: %s on %s, %d threads, %d blocks of %d tokens (%.2f GiB)",
@@ -145,7 +161,15 @@ class TorchRunner:
             self._batch.advance(plan, result.tokens)
         return result
 
+    def kv_memory(self) -> KvMemory:
+        memory = self.pool.memory
+        if memory is None:
+            raise RuntimeError("the KV pool is this process's own: construct the runner with shared_kv")
+        return memory
+
     def close(self) -> None:
+        if self._pool is not None and self._pool.memory is not None:
+            self._pool.memory.close()
         self._model = self._pool = self._batch = None
 
     def _apply_delta(self, plan: StepPlan, batch: PersistentBatch, pool: KvPool) -> None:
@@ -160,6 +184,8 @@ class TorchRunner:
         blocks = np.concatenate((*fresh, plan.appended_blocks.reshape(-1))).astype(np.int64)
         if len(blocks):
             pool.zero_blocks(torch.from_numpy(blocks).to(pool.blocks.device))
+        if plan.connector_metadata is not None and self.kv_hooks is not None:
+            self.kv_hooks.start_load_kv(plan.connector_metadata)
 
     def _forward(self, rows: StepRows, model: LlamaModel, pool: KvPool, batch: PersistentBatch) -> torch.Tensor:
         device, dtype = pool.blocks.device, pool.blocks.dtype
@@ -169,6 +195,7 @@ class TorchRunner:
             torch.from_numpy(rows.sampled_tokens).to(device),
             plan_attention(rows, batch, pool, dtype),
             pool,
+            self.kv_hooks,
         )
 
     def _sample(self, logits: torch.Tensor, plan: StepPlan, rows: StepRows, batch: PersistentBatch) -> StepResult:

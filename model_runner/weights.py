@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +12,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 Shape = tuple[int, ...]
+
+_NUM_SAMPLES = 64
+_SAMPLE_BYTES = 1 << 16
 
 
 def load_tensors(
@@ -40,6 +44,22 @@ def load_tensors(
     if missing:
         raise ValueError(f"{model_dir} lacks tensors that its config.json implies: {_listed(missing)}")
     return tensors
+
+
+def checkpoint_fingerprint(model_dir: Path) -> str:
+    """Equal for equal checkpoints: of config.json, and of the size and samples of every file of weights.
+
+    Samples, as reading gigabytes twice would double the time that a rank takes to start.
+    """
+    digest = hashlib.sha256((model_dir / "config.json").read_bytes())
+    for path in _files(model_dir):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with path.open("rb") as file:
+            for place in range(_NUM_SAMPLES):
+                file.seek(max(0, size - _SAMPLE_BYTES) * place // (_NUM_SAMPLES - 1))
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
 
 
 def _files(model_dir: Path) -> list[Path]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
-from kv_transfer.connector import LoadFinished, SchedulerConnector, SendFinished
+from kv_transfer.connector import LoadFenced, LoadFinished, SchedulerConnector, SendFinished
 from rank_scheduler.config import SchedulerConfig
 from rank_scheduler.kv_events import KvEvent
 from rank_scheduler.messages import Explanation, Extend, RankLoad, StepFrame, Submit
@@ -97,6 +97,7 @@ class SchedulerInterface(Protocol):
         ...
 
     def load_finished(self, event: LoadFinished, now: float) -> None: ...
+    def load_fenced(self, event: LoadFenced, now: float) -> None: ...
     def send_finished(self, event: SendFinished, now: float) -> None: ...
 
     # Operation.

@@ -93,27 +93,33 @@ class LoadPass:
         num_tokens = len(sequence.token_ids)
         num_expected = min(sequence.num_computed + sequence.num_external_tokens, num_tokens)
         num_valid = num_expected if event.num_valid_tokens is None else min(event.num_valid_tokens, num_expected)
-        has_failed = num_valid < num_expected or bool(event.cause)
-        del state.deferred[sequence.key]
-        state.num_loading -= 1
-        sequence.move(SequenceState.WAITING)
-        # What was found here was never part of the load.
-        num_valid = max(num_valid, sequence.num_computed)
+        has_failed = num_valid < num_expected or bool(event.cause) or not event.is_fenced
         if has_failed:
             cause = event.cause or f"{num_valid} of {num_expected} tokens are valid"
             sequence.num_load_failures += 1
             state.stats.num_failed_loads += 1
             sequence.note(RequestEvent.LOAD_FAILED, now, cause)
             if state.config.kv_load_failure_policy == "fail":
-                # A place that `fail` takes it out of, with its blocks.
-                state.loaded.append(sequence)
                 state.fail(sequence, f"its KV could not be loaded ({cause}); send the request again", now)
+                # As if its load were still to end.
+                if event.is_fenced:
+                    state.release_held(state.quarantine, sequence.key)
                 return
         else:
             sequence.note(RequestEvent.LOAD_FINISHED, now)
+        del state.deferred[sequence.key]
+        state.num_loading -= 1
+        sequence.move(SequenceState.WAITING)
+        # What was found here was never part of the load.
+        num_valid = max(num_valid, sequence.num_computed)
+        if not event.is_fenced:
+            # All of them: a block that is the request's alone may be written at any time.
+            state.quarantine_blocks(sequence)
+            num_valid = 0
         if has_failed and num_valid == 0:
             sequence.num_external_tokens = 0
-            state.drop_blocks(sequence)
+            if sequence.blocks is not None:
+                state.drop_blocks(sequence)
         else:
             assert sequence.blocks is not None
             sequence.num_external_tokens = num_valid - sequence.num_computed

@@ -13,6 +13,8 @@ from typing import Annotated
 
 import msgspec
 
+from kv_transfer.connector import KvParams
+
 # A rank keeps these in arrays: what does not fit must be refused with the message, not in the middle of a step.
 Int63 = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
@@ -88,6 +90,8 @@ class FinishReason(StrEnum):
     STOP = "stop"
     LENGTH = "length"
     REPETITION = "repetition"
+    HANDOFF = "handoff"
+    """Its prompt is computed and its first token sampled, as it was asked to; another rank goes on."""
     ABORT = "abort"
     ERROR = "error"
 
@@ -111,8 +115,15 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", omit_defaults=True):
     """In order of offset, not overlapping."""
     is_session: bool = False
     """A streaming session: a stop ends only the turn, and `Extend` goes on with the same KV."""
-    kv_transfer_params: dict[str, str | int] | None = None
+    kv_transfer_params: KvParams | None = None
     """For the rank's KV connector."""
+    num_generated: Int63 = 0
+    """How many of the last `token_ids` are no prompt but were generated elsewhere: this rank goes on behind them.
+
+    Limits, stops, penalties and randomness count as if it had generated them itself.
+    """
+    hands_off: bool = False
+    """Compute the prompt and sample one token, then end with HANDOFF, unless that token ends the request anyway."""
 
 
 class Extend(msgspec.Struct, frozen=True, tag="extend", omit_defaults=True):
@@ -155,6 +166,8 @@ class End(msgspec.Struct, frozen=True, omit_defaults=True):
     """Prompt tokens that were found in the prefix cache."""
     pooled: bytes = b""
     """The output of a pooling model, little-endian float32."""
+    kv_transfer_params: KvParams | None = None
+    """From the rank's KV connector, for the one of the rank that goes on."""
 
 
 class RankLoad(msgspec.Struct, frozen=True, array_like=True):

@@ -61,8 +61,8 @@ class Needs:
         """What a connector is asked about, with the hashes that `probe` has made known."""
         request = sequence.kv_request
         assert request is not None
-        if len(request.block_hashes) != len(sequence.block_hashes):
-            request = KvRequest(request.key, request.token_ids, tuple(sequence.block_hashes), request.params)
+        if request.token_ids is not sequence.token_ids or len(request.block_hashes) != len(sequence.block_hashes):
+            request = KvRequest(request.key, sequence.token_ids, tuple(sequence.block_hashes), request.params)
             sequence.kv_request = request
         return request
 

@@ -120,3 +120,5 @@ class StepResult(msgspec.Struct, frozen=True, eq=False):
     """Row → why no token could be taken from it (for example: logits are not finite). Ends that request only."""
     pooled: dict[int, bytes] = {}
     """Row → the pooling model's output, little-endian float32, for rows whose last position was computed."""
+    invalid_blocks: frozenset[int] = frozenset()
+    """Blocks that a synchronous KV load should have filled, and has not: what was computed on them is wrong."""

@@ -44,8 +44,7 @@ class PlanBuilder:
         """The plan of everything in `draft`; None if there is nothing to do."""
         state, batch = self._state, self._state.batch
         connector = state.setup.connector
-        metadata = connector.build_connector_meta() if connector is not None else None
-        if not draft.slots and metadata is None:
+        if not draft.slots and (connector is None or not connector.has_pending_work()):
             return None
         slots = _joined(draft.slots)
         counts = _joined(draft.counts)
@@ -71,6 +70,11 @@ class PlanBuilder:
             batch.num_placeholders[slots] += samples
         if self._caches and len(slots):
             self.cache(slots, np.minimum(after, known))
+        metadata = None
+        if connector is not None:
+            for row in np.flatnonzero(in_prompt).tolist():
+                connector.request_computed(batch.at(int(slots[row])).key, int(after[row]))
+            metadata = connector.build_connector_meta()
         # Where every row computes one token, and nobody was left out, no prompt is left in the middle.
         state.may_have_prefills = len(slots) < len(batch) - batch.num_idle or bool((after < total).any())
         state.num_steps += 1

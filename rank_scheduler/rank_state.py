@@ -161,6 +161,7 @@ class RankState:
             sequence.kv_request is not None
             and sequence.reads_prefix_cache
             and not sequence.is_preempted
+            and sequence.key not in self.quarantine
             and sequence.num_load_failures <= self.config.max_kv_load_retries
         )
 
@@ -169,10 +170,7 @@ class RankState:
         batch = self.batch
         epoch, num_placeholders = int(batch.epoch[slot]), int(batch.num_placeholders[slot])
         is_idle = bool(batch.is_idle[slot])
-        sequence = self._leave_slot(slot)
-        sequence.num_preemptions += 1
-        self.stats.num_preemptions += 1
-        sequence.note(RequestEvent.PREEMPTED, now, cause)
+        sequence = self._give_up_slot(slot, now, cause)
         if is_idle:
             self.deferred[sequence.key] = sequence
             return
@@ -197,10 +195,10 @@ class RankState:
         """The one way out: whatever the sequence holds is given back, and its owner will hear of it."""
         if sequence.slot >= 0:
             # Nobody knows what a step that failed has written.
-            self._leave_slot(sequence.slot, is_over=True, caches=reason is not FinishReason.ERROR)
+            self._leave_slot(sequence.slot, reason, caches=reason is not FinishReason.ERROR)
         else:
             sequence.num_generated = len(sequence.token_ids) - sequence.num_prompt_tokens
-            self._leave_queue(sequence)
+            self._leave_queue(sequence, reason)
         sequence.move(SequenceState.FINISHED)
         sequence.finish_reason = reason
         sequence.note(RequestEvent.FINISHED, now, f"{reason}: {message}" if message else str(reason))
@@ -209,7 +207,14 @@ class RankState:
             (
                 sequence.key[0],
                 End(
-                    sequence.key[1], reason, stop_reason, message, is_request_fault, sequence.num_cached_tokens, pooled
+                    sequence.key[1],
+                    reason,
+                    stop_reason,
+                    message,
+                    is_request_fault,
+                    sequence.num_cached_tokens,
+                    pooled,
+                    sequence.handed_params,
                 ),
             )
         )
@@ -232,7 +237,7 @@ class RankState:
         """Of `quarantine` or `sending`: the event that was waited for has come; False if nothing waits for it."""
         held = holders.pop(key, None)
         if held is not None:
-            self._free(held)
+            self._free_behind_flights(held)
         return held is not None
 
     def drop_blocks(self, sequence: Sequence) -> None:
@@ -240,6 +245,35 @@ class RankState:
         assert sequence.blocks is not None
         self._free(HeldBlocks(sequence.blocks, sequence.cross_blocks))
         sequence.blocks, sequence.cross_blocks, sequence.num_computed = None, [], 0
+
+    def quarantine_blocks(self, sequence: Sequence) -> None:
+        """A waiting sequence goes on without the blocks that it holds, which a load may still write into."""
+        assert sequence.blocks is not None
+        self.quarantine[sequence.key] = HeldBlocks(sequence.blocks, sequence.cross_blocks)
+        sequence.blocks, sequence.cross_blocks, sequence.num_computed = None, [], 0
+
+    def discard_invalid(self, invalid: frozenset[int], now: float) -> None:
+        """A synchronous load has not filled these blocks: whatever was computed on them is wrong, and done again.
+
+        What lies before them is right, stays in the prefix cache, and is found there by the next attempt.
+        """
+        batch = self.batch
+        for slot in batch.order.tolist():
+            table = batch.table(slot)
+            columns = np.flatnonzero(np.isin(table, list(invalid)).any(axis=0))
+            if not len(columns):
+                continue
+            for block in table[:, columns[0] :].ravel().tolist():
+                self.kv.pool.forget(block)
+            sequence = batch.at(slot)
+            cause = f"KV of its column {int(columns[0])} could not be loaded"
+            self.stats.num_failed_loads += 1
+            sequence.num_load_failures += 1
+            sequence.note(RequestEvent.LOAD_FAILED, now, cause)
+            if self.config.kv_load_failure_policy == "fail":
+                self.fail(sequence, f"its KV could not be loaded ({cause}); send the request again", now)
+            else:
+                self._restart(slot, now, cause)
 
     def cache_full_columns(self, slot: int, num_computed: int) -> None:
         """Make the slot's full columns among its first `num_computed` known tokens findable."""
@@ -318,7 +352,25 @@ class RankState:
             return False
         return connector.may_load_async(request)
 
-    def _leave_slot(self, slot: int, *, is_over: bool = False, caches: bool = True) -> Sequence:
+    def _restart(self, slot: int, now: float, cause: str) -> None:
+        """Take slot and blocks; what steps in flight bring it is wrong, and forgotten."""
+        sequence = self._give_up_slot(slot, now, cause, caches=False)
+        sequence.is_preempted = True
+        sequence.move(SequenceState.PREEMPTED)
+        self.enqueue(sequence)
+
+    def _give_up_slot(self, slot: int, now: float, cause: str, *, caches: bool = True) -> Sequence:
+        sequence = self._leave_slot(slot, caches=caches)
+        if sequence.kv_request is not None:
+            assert self.setup.connector is not None
+            self.setup.connector.request_preempted(sequence.key)
+        sequence.num_preemptions += 1
+        self.stats.num_preemptions += 1
+        sequence.note(RequestEvent.PREEMPTED, now, cause)
+        return sequence
+
+    def _leave_slot(self, slot: int, reason: FinishReason | None = None, *, caches: bool = True) -> Sequence:
+        """`reason`: why it ends; None: it goes on later."""
         if caches and self.caches and (self.setup.async_scheduling or not self.flights):
             # What is full by now, and was not left to a step in flight.
             batch = self.batch
@@ -330,14 +382,14 @@ class RankState:
         table = batch.table(slot).copy() if has_connector else batch.table(slot)
         if self.extensions:
             self.extensions.pop(slot, None)
-        sequence = batch.remove(slot, keeps_tokens=not is_over or has_connector)
+        sequence = batch.remove(slot, keeps_tokens=reason is None or has_connector)
         self.freed_slots.append(slot)
         if self.encoder is not None:
             self.encoder.release_all(sequence.key)
-        self._let_go(sequence, table, is_over=is_over)
+        self._let_go(sequence, table, reason)
         return sequence
 
-    def _leave_queue(self, sequence: Sequence) -> None:
+    def _leave_queue(self, sequence: Sequence, reason: FinishReason) -> None:
         """A sequence without a slot ends."""
         blocks = sequence.blocks
         if sequence.key in self.deferred:
@@ -345,19 +397,18 @@ class RankState:
             self.forget_draining(sequence)
             if sequence.state is SequenceState.WAITING_FOR_KV_LOAD:
                 self.num_loading -= 1
-                assert blocks is not None
                 # The load may still write.
-                self.quarantine[sequence.key] = HeldBlocks(blocks, sequence.cross_blocks)
-                sequence.blocks, sequence.cross_blocks, blocks = None, [], None
+                self.quarantine_blocks(sequence)
+                blocks = None
         elif blocks is not None:
             self.loaded.remove(sequence)
         elif self.waiting.position(sequence) >= 0:
             self.waiting.remove(sequence)
         else:
             self.load_candidates.remove(sequence)
-        self._let_go(sequence, self._no_blocks if blocks is None else blocks, is_over=True)
+        self._let_go(sequence, self._no_blocks if blocks is None else blocks, reason)
 
-    def _let_go(self, sequence: Sequence, table: Int32Array, *, is_over: bool) -> None:
+    def _let_go(self, sequence: Sequence, table: Int32Array, reason: FinishReason | None) -> None:
         """Give up a sequence's blocks: now, after the steps in flight, or when the connector's peers have read them."""
         held = HeldBlocks(table, sequence.cross_blocks)
         sequence.blocks, sequence.cross_blocks, sequence.num_computed = None, [], 0
@@ -365,13 +416,20 @@ class RankState:
         if connector is None:
             self._free(held)
             return
-        if is_over and sequence.kv_request is not None:
+        if reason is not None and sequence.kv_request is not None:
             request = KvRequest(
                 sequence.key, sequence.token_ids, tuple(sequence.block_hashes), sequence.kv_request.params
             )
-            if connector.request_finished(request, table) and table.size:
+            keeps, sequence.handed_params = connector.request_finished(
+                request, table, hands_off=reason is FinishReason.HANDOFF
+            )
+            if keeps and table.size:
                 self.sending[sequence.key] = held
                 return
+        self._free_behind_flights(held)
+
+    def _free_behind_flights(self, held: HeldBlocks) -> None:
+        """A step in flight may still write: what a load fills beside the steps must not be overwritten by it."""
         if self.flights:
             self.deferred_frees.append((self.flights[-1].step, held))
         else:

@@ -15,6 +15,7 @@ def why_impossible(submit: Submit, config: SchedulerConfig, setup: SchedulerSetu
     """Why this rank can never run the request; None if it can."""
     return (
         _tokens(submit.token_ids, config, setup)
+        or _continuation(submit, config)
         or _sampling(submit, config, setup)
         or _encoder_inputs(submit, config, setup)
         or _blocks(submit, setup)
@@ -46,6 +47,19 @@ def _tokens(token_ids: bytes, config: SchedulerConfig, setup: SchedulerSetup) ->
     return why_no_tokens(token_ids, setup) or why_too_long(len(token_ids) // 4, config, setup)
 
 
+def _continuation(submit: Submit, config: SchedulerConfig) -> str | None:
+    """A request that comes from another rank, or goes to one."""
+    num_tokens, num_generated = len(submit.token_ids) // 4, submit.num_generated
+    if num_generated >= num_tokens:
+        return f"num_generated is {num_generated} of {num_tokens} tokens: at least one must be of the prompt"
+    if num_generated and num_generated >= submit.sampling.max_tokens:
+        return f"num_generated is {num_generated}, and max_tokens {submit.sampling.max_tokens}: it has ended already"
+    for name in ("num_generated", "hands_off"):
+        if getattr(submit, name) and (submit.is_session or config.runner_type == "pooling"):
+            return f"{name}: neither a streaming session nor a pooling model moves to another rank; leave it out"
+    return None
+
+
 def _sampling(submit: Submit, config: SchedulerConfig, setup: SchedulerSetup) -> str | None:
     sampling, repetition = submit.sampling, submit.sampling.repetition
     if sampling.max_tokens < 1:
@@ -53,7 +67,7 @@ def _sampling(submit: Submit, config: SchedulerConfig, setup: SchedulerSetup) ->
     if sampling.min_tokens > sampling.max_tokens:
         return f"min_tokens ({sampling.min_tokens}) is more than max_tokens ({sampling.max_tokens}): lower min_tokens"
     # A large max_tokens is no fault, the model's length ends the request; min_tokens could not be kept.
-    num_prompt_tokens = len(submit.token_ids) // 4
+    num_prompt_tokens = len(submit.token_ids) // 4 - submit.num_generated
     if num_prompt_tokens + sampling.min_tokens > setup.max_model_len:
         return (
             f"min_tokens is {sampling.min_tokens}, and after {num_prompt_tokens} prompt tokens there is room for "
@@ -86,7 +100,7 @@ def _encoder_inputs(submit: Submit, config: SchedulerConfig, setup: SchedulerSet
     elif items and not config.is_multimodal_model:
         return "encoder_inputs: this model has no encoder (scheduler.is_multimodal_model is off); send text only"
     end = 0
-    num_prompt_tokens = len(submit.token_ids) // 4
+    num_prompt_tokens = len(submit.token_ids) // 4 - submit.num_generated
     for index, item in enumerate(items):
         if item.length > min(config.encoder_budget, config.encoder_cache_capacity):
             return (

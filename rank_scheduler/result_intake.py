@@ -14,6 +14,7 @@ from rank_scheduler.repetition import is_repeating
 from rank_scheduler.sequence import RequestEvent, Sequence
 from rank_scheduler.sessions import Sessions
 from rank_scheduler.steady_batch import SteadyBatch
+from rank_scheduler.structured_output import GrammarMatcher
 
 MAX_NUM_INDEXED = 2048
 """Tokens that one step adds to the n-gram indexes of sequences that lag behind, all together: about 4 ms."""
@@ -73,6 +74,8 @@ class ResultIntake:
         if flight.steady_version == batch.version and self._take_steady(flight, result, now):
             return
         self._steady.forget_figures()
+        if result.invalid_blocks:
+            state.discard_invalid(result.invalid_blocks, now)
         live = batch.epoch[slots] == flight.epochs
         everybody = bool(live.all())
         self._settle(slots, live, everybody, flight)
@@ -131,6 +134,7 @@ class ResultIntake:
             slot = int(slots[row])
             sequence = batch.at(slot)
             self._check(sequence, int(tokens[row]), int(batch.num_tokens[slot]), int(batch.max_total[slot]), now)
+        state.release_passed_fences()
         return True
 
     # ---- rows ----
@@ -203,7 +207,8 @@ class ResultIntake:
                 num_tokens = len(sequence.token_ids)
                 is_first = num_tokens == sequence.num_prompt_tokens + 1
                 self._emit(sequence, token, _logprobs_of(result, row, 0), is_first, now)
-                if self._check(sequence, token, num_tokens, self._max_total(sequence), now):
+                max_total = sequence.max_total(self._state.setup.max_model_len)
+                if self._check(sequence, token, num_tokens, max_total, now):
                     continue
             self._drained_one(epoch, now)
 
@@ -325,7 +330,7 @@ class ResultIntake:
         sampling = sequence.sampling
         num_generated = num_tokens - sequence.num_prompt_tokens
         is_eos = token in self._state.setup.eos_token_ids
-        if sequence.grammar is not None and not self._accept(sequence, token, now):
+        if sequence.grammar is not None and not self.accept(sequence, sequence.grammar, token, now):
             return True
         if is_eos and (sequence.has_grammar or not sampling.ignore_eos):
             self._sessions.end_turn(sequence, FinishReason.STOP, now)
@@ -338,7 +343,7 @@ class ResultIntake:
             if matched is not None:
                 self._sessions.end_turn(sequence, FinishReason.STOP, now, stop_reason=matched)
                 return True
-        if num_tokens >= max_total:
+        if num_generated >= sequence.max_tokens or num_tokens >= self._state.setup.max_model_len:
             self._sessions.end_turn(sequence, FinishReason.LENGTH, now)
             return True
         if sampling.repetition is not None and num_generated >= max(1, sampling.min_tokens):
@@ -346,22 +351,21 @@ class ResultIntake:
             if is_repeating(known[sequence.num_prompt_tokens :], sampling.repetition):
                 self._sessions.end_turn(sequence, FinishReason.REPETITION, now)
                 return True
+        if sequence.hands_off and num_tokens >= max_total:
+            self._state.finish(sequence, FinishReason.HANDOFF, now)
+            return True
         return False
 
-    def _accept(self, sequence: Sequence, token: int, now: float) -> bool:
+    def accept(self, sequence: Sequence, grammar: GrammarMatcher, token: int, now: float) -> bool:
         """Let the grammar take the token; False if that ended the sequence."""
-        assert sequence.grammar is not None
         try:
-            accepted = sequence.grammar.accept(token)
+            accepted = grammar.accept(token)
         except Exception as error:  # a third party's engine: whatever it raises is this request's alone
             self._state.fail(sequence, f"the structured-output engine failed: {error}; retry", now)
             return False
         if not accepted:
             self._state.fail(sequence, f"token {token} does not fit the request's grammar; retry", now)
         return accepted
-
-    def _max_total(self, sequence: Sequence) -> int:
-        return min(sequence.num_prompt_tokens + sequence.max_tokens, self._state.setup.max_model_len)
 
     # ---- after the tokens ----
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kv_transfer.connector import KvRequest, LoadFinished, SendFinished
+from kv_transfer.connector import KvRequest, LoadFenced, LoadFinished, SendFinished
 from rank_scheduler.config import SchedulerConfig
 from rank_scheduler.explanation import explain
 from rank_scheduler.interface import PauseState, SchedulerSetup
@@ -94,8 +94,12 @@ class Scheduler:
         token_ids: Int32Array = np.frombuffer(submit.token_ids, "<i4")
         sequence = Sequence(key, submit, token_ids, matcher, extra, state.num_arrivals, now)
         state.num_arrivals += 1
-        if submit.kv_transfer_params is not None and self.setup.connector is not None:
-            sequence.kv_request = KvRequest(key, token_ids, (), submit.kv_transfer_params)
+        if matcher is not None:
+            for token in token_ids[sequence.num_prompt_tokens :].tolist():
+                matcher.push(token, may_stop=False)
+        if self.setup.connector is not None:
+            sequence.kv_request = KvRequest(key, token_ids, (), submit.kv_transfer_params or {})
+            self.setup.connector.on_new_request(sequence.kv_request)
         state.sequences[key] = sequence
         if submit.grammar is not None:
             state.deferred[key] = sequence
@@ -159,6 +163,9 @@ class Scheduler:
             message = error or "the grammar could not be compiled"
             self._state.fail(sequence, message, now, is_request_fault=is_request_fault)
             return
+        generated = sequence.token_ids[sequence.num_prompt_tokens :].tolist()
+        if not all(self._intake.accept(sequence, matcher, token, now) for token in generated):
+            return
         del self._state.deferred[sequence.key]
         sequence.grammar = matcher
         sequence.move(SequenceState.WAITING)
@@ -168,13 +175,21 @@ class Scheduler:
     def load_finished(self, event: LoadFinished, now: float) -> None:
         """A KV load has ended, well or not; late, doubled and unknown ones are ignored."""
         self._is_stuck = False
-        if self._state.release_held(self._state.quarantine, event.key):
+        if event.key in self._state.quarantine:
+            if event.is_fenced:
+                self._state.release_held(self._state.quarantine, event.key)
             return
         sequence = self._state.sequences.get(event.key)
         if sequence is None or sequence.state is not SequenceState.WAITING_FOR_KV_LOAD:
             self.num_ignored_messages += 1
             return
         self._loads.take(sequence, event, now)
+
+    def load_fenced(self, event: LoadFenced, now: float) -> None:
+        """Nothing writes any more into the blocks of a load that had failed without a fence."""
+        self._is_stuck = False
+        if not self._state.release_held(self._state.quarantine, event.key):
+            self.num_ignored_messages += 1
 
     def send_finished(self, event: SendFinished, now: float) -> None:
         """Nobody reads the blocks of this ended request any more."""

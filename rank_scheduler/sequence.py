@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from kv_transfer.connector import KvRequest
+from kv_transfer.connector import KvParams, KvRequest
 from rank_scheduler.messages import Extend, FinishReason, Submit, TimelineEntry
 from rank_scheduler.ngram import NgramIndex
 from rank_scheduler.plan import Int32Array
@@ -114,6 +114,7 @@ class Sequence:
     __slots__ = (
         "_first_entries",
         "_last_entries",
+        "_num_submitted",
         "block_hashes",
         "blocks",
         "cross_blocks",
@@ -122,6 +123,8 @@ class Sequence:
         "extra_keys",
         "finish_reason",
         "grammar",
+        "handed_params",
+        "hands_off",
         "has_grammar",
         "is_preempted",
         "is_session",
@@ -184,10 +187,15 @@ class Sequence:
         self.stop_strings = stop_strings
         self.extra_keys = extra_keys
         self.kv_request: KvRequest | None = None
+        """For the rank's connector; None if there is none."""
+        self.hands_off = submit.hands_off
+        self.handed_params: KvParams | None = None
+        """What the connector has told at the end."""
 
         self.token_ids = token_ids
         """Known tokens while it has no slot, shape [n]: the prompt, and after a preemption what was generated."""
-        self.num_prompt_tokens = len(token_ids)
+        self._num_submitted = len(token_ids)
+        self.num_prompt_tokens = len(token_ids) - submit.num_generated
         self.num_generated = 0
         """Of the last turn; noted when it has ended."""
         self.block_hashes: list[bytes] = []
@@ -220,6 +228,13 @@ class Sequence:
         self._first_entries: list[TimelineEntry] = []
         self._last_entries: deque[TimelineEntry] = deque(maxlen=_NUM_LAST_ENTRIES)
         self.note(RequestEvent.QUEUED, now)
+
+    def max_total(self, max_model_len: int) -> int:
+        """Known tokens at which it ends by length, its turn does, or it is handed off."""
+        if self.hands_off:
+            # As far as it has come elsewhere, and one token more.
+            return min(self._num_submitted + 1, max_model_len)
+        return min(self.num_prompt_tokens + self.max_tokens, max_model_len)
 
     def move(self, new: SequenceState) -> None:
         """Raises InvalidTransition, with the sequence's story, unless the table has the move."""

@@ -31,12 +31,7 @@ class SteadyBatch:
         self._limit = config.active_seqs_limit
         self._eos = sorted(state.setup.eos_token_ids)
         # What these bring may ask for a decision in any step.
-        self._is_possible = (
-            config.speculative is None
-            and config.runner_type == "generate"
-            and state.setup.connector is None
-            and not state.kv.has_windows
-        )
+        self._is_possible = config.speculative is None and config.runner_type == "generate" and not state.kv.has_windows
         self._settled_version = _NOBODY
         """The batch's version when the general passes last gave every member one token."""
         self._version = _NOBODY
@@ -156,6 +151,7 @@ class SteadyBatch:
 
     def _may_go_on(self) -> bool:
         state, batch = self._state, self._state.batch
+        connector = state.setup.connector
         if (
             state.loaded
             or state.load_candidates
@@ -166,6 +162,7 @@ class SteadyBatch:
             or state.pause is not PauseState.UNPAUSED
             or not len(batch)
             or len(batch) > state.config.num_scheduled_tokens_limit
+            or (connector is not None and connector.has_pending_work())
         ):
             return False
         if state.waiting:

@@ -198,7 +198,7 @@ class WaitingPass:
             hit = self._needs.probe(sequence)
             num_computed = hit.num_columns * self._block_size
             connector = state.setup.connector
-            if connector is not None and sequence.kv_request is not None and state.may_load(sequence):
+            if connector is not None and state.may_load(sequence):
                 match = connector.get_num_new_matched_tokens(self._needs.kv_request(sequence), num_computed)
                 if match is None:
                     self.must_ask_again = True
@@ -266,10 +266,11 @@ class WaitingPass:
         if not sequence.num_preemptions:
             sequence.num_cached_tokens = num_computed
         slot = self._enter(sequence, table, num_computed, now)
-        if num_external:
+        if sequence.kv_request is not None:
             assert state.setup.connector is not None
-            assert sequence.kv_request is not None
-            state.setup.connector.update_state_after_alloc(sequence.kv_request, table, num_external)
+            # A copy: the slot's row is the batch's own, and changes.
+            request = self._needs.kv_request(sequence)
+            state.setup.connector.update_state_after_alloc(request, table.copy(), num_external)
         if fit is not None:
             draft.acquire(state, sequence, slot, fit)
         draft.budget -= count
@@ -297,7 +298,7 @@ class WaitingPass:
         sequence.num_bypasses = 0
         sequence.probe_memo = None
         sequence.num_computed = 0
-        max_total = min(sequence.num_prompt_tokens + sequence.max_tokens, state.setup.max_model_len)
+        max_total = sequence.max_total(state.setup.max_model_len)
         slot = state.batch.insert(sequence, table, num_computed, max_total)
         self.entered.append(
             NewSequence(

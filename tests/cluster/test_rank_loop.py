@@ -29,8 +29,9 @@ from cluster.rank_loop import (
     Submitted,
 )
 from cluster.step_executor import StepEnded
-from kv_transfer.connector import LoadFinished, SendFinished
-from model_runner.runner import Capacity
+from kv_transfer.connector import ConnectorEvent, ConnectorStats, LoadFenced, LoadFinished, SendFinished
+from kv_transfer.memory import KvMemory
+from model_runner.runner import Capacity, KvHooks
 from rank_scheduler.config import SchedulerConfig
 from rank_scheduler.interface import PauseState, SchedulerInterface, SchedulerSetup
 from rank_scheduler.kv_events import KvEvent
@@ -125,6 +126,9 @@ class ScriptedScheduler:
     def load_finished(self, event: LoadFinished, now: float) -> None:
         self._note(f"loaded {event.key}")
 
+    def load_fenced(self, event: LoadFenced, now: float) -> None:
+        self._note(f"fenced {event.key}")
+
     def send_finished(self, event: SendFinished, now: float) -> None:
         self._note(f"sent {event.key}")
 
@@ -195,13 +199,19 @@ class Runner:
     """Each step waits for the test's permission, and then fails if the test gave it an error."""
 
     def __init__(self) -> None:
+        self.kv_hooks: KvHooks | None = None
         self.entered: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._orders: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
 
     def load(self) -> Capacity:
         raise AssertionError("the loop loads nothing")
 
+    def kv_memory(self) -> KvMemory:
+        raise AssertionError("nobody asked for it")
+
     def execute(self, plan: StepPlan) -> StepResult:
+        if plan.connector_metadata is not None and self.kv_hooks is not None:
+            self.kv_hooks.start_load_kv(plan.connector_metadata)
         self.entered.put(plan.step)
         error = self._orders.get(timeout=TIMEOUT_S)
         if error is not None:
@@ -218,16 +228,36 @@ class Runner:
 
 @dataclass
 class ConnectorWorker:
-    """Says in `started` what it was to start, and which steps had begun by then."""
+    """Says in `started` what it was to start, and which steps had begun by then; in `finished` which were computed."""
 
     runner: Runner
     started: list[tuple[object, int]] = field(default_factory=list)
+    finished: list[bool] = field(default_factory=list)
+    invalid: frozenset[int] = frozenset()
     error: Exception | None = None
 
-    def start(self, metadata: object) -> None:
+    def start(self, memory: KvMemory, post: Callable[[ConnectorEvent], None]) -> None:
+        raise AssertionError("the loop starts no connector")
+
+    def start_load_kv(self, metadata: object) -> None:
         self.started.append((metadata, self.runner.entered.qsize()))
         if self.error is not None:
             raise self.error
+
+    def wait_for_layer_load(self, layer: int) -> None:
+        raise AssertionError("the loop knows of no layers")
+
+    save_kv_layer = wait_for_layer_load
+
+    def finish_step(self, metadata: object | None, *, was_computed: bool) -> frozenset[int]:
+        self.finished.append(was_computed)
+        return self.invalid
+
+    def stats(self) -> ConnectorStats:
+        raise AssertionError("the loop wants no figures")
+
+    def close(self, timeout_s: float) -> None:
+        raise AssertionError("the loop closes nothing")
 
 
 class Compiler:

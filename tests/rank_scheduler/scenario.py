@@ -54,7 +54,8 @@ class Rank(Engine):
         )
         self.connector = connector
         if connector is not None:
-            runner.start_connector = lambda metadata: connector.start(metadata, runner)
+            connector.runner = runner
+            runner.kv_hooks = connector
         super().__init__(
             runner,
             settings,

@@ -6,7 +6,7 @@ import random
 
 import numpy as np
 
-from kv_transfer.connector import ExternalMatch, KvRequest, LoadFinished, RequestKey
+from kv_transfer.connector import ExternalMatch, KvParams, KvRequest, LoadFinished, RequestKey
 from model_runner.simulated import SimulatedRunner
 
 
@@ -23,7 +23,15 @@ class SimulatedConnector:
         self.kept: set[RequestKey] = set()
         self.finished: list[RequestKey] = []
         self.num_asked: dict[RequestKey, int] = {}
+        self.known: set[RequestKey] = set()
+        self.num_computed: dict[RequestKey, int] = {}
+        """Of prompts that are being computed."""
+        self.runner: SimulatedRunner
         self._local: dict[RequestKey, int] = {}
+
+    def on_new_request(self, request: KvRequest) -> None:
+        assert request.key not in self.known, f"{request.key} is announced twice"
+        self.known.add(request.key)
 
     def may_load_async(self, request: KvRequest) -> bool:
         return bool(request.params.get("is_async"))
@@ -46,25 +54,42 @@ class SimulatedConnector:
         pending, self.pending = self.pending, []
         return pending or None
 
-    def request_finished(self, request: KvRequest, block_ids: np.ndarray) -> bool:
+    def request_computed(self, key: RequestKey, num_tokens: int) -> None:
+        assert num_tokens > self.num_computed.get(key, 0)
+        self.num_computed[key] = num_tokens
+
+    def request_preempted(self, key: RequestKey) -> None:
+        self.num_computed.pop(key, None)
+
+    def request_finished(
+        self, request: KvRequest, block_ids: np.ndarray, *, hands_off: bool
+    ) -> tuple[bool, KvParams | None]:
+        self.known.remove(request.key)
+        self.num_computed.pop(request.key, None)
         self.finished.append(request.key)
+        params = {"external": len(request.token_ids) - 1} if hands_off else None
         if request.params.get("keep"):
             self.kept.add(request.key)
-            return True
-        return False
+            return True, params
+        return False, params
 
     def has_pending_work(self) -> bool:
         return bool(self.pending)
 
     # ---- worker half ----
 
-    def start(self, metadata: list[tuple[KvRequest, np.ndarray, int, int]], runner: SimulatedRunner) -> None:
+    def wait_for_layer_load(self, layer: int) -> None:
+        raise AssertionError("a simulated model has no layers")
+
+    save_kv_layer = wait_for_layer_load
+
+    def start_load_kv(self, metadata: list[tuple[KvRequest, np.ndarray, int, int]]) -> None:
         """What the plan asks for: synchronous loads are done at once, asynchronous ones when `complete` says so."""
         for load in metadata:
             if load[0].params.get("is_async"):
                 self.loading[load[0].key] = load
             else:
-                self._fill(load, load[3], runner)
+                self._fill(load, load[3], self.runner)
 
     def complete(self, rng: random.Random, runner: SimulatedRunner, *, fails: float = 0.0) -> LoadFinished | None:
         """End one of the loads in progress, well or (with probability `fails`) not."""

@@ -156,8 +156,8 @@ class Soak:
             is_encoder_decoder=self.is_encoder_decoder,
         )
         if self.connector is not None:
-            connector = self.connector
-            self.runner.start_connector = lambda metadata: connector.start(metadata, self.runner)
+            self.connector.runner = self.runner
+            self.runner.kv_hooks = self.connector
         self.fails_steps = rng.random() < 0.2
         self.engine = Engine(
             self.runner,
@@ -319,7 +319,7 @@ class Soak:
                     plan = engine.in_flight.popleft()
                     engine.take(scheduler.fail(plan, "the step failed", engine.now))
                     if plan.connector_metadata is not None:
-                        self.runner.start_connector(plan.connector_metadata)
+                        self.connector.start_load_kv(plan.connector_metadata)
                     scheduler.check_integrity()
             else:
                 plan = engine.in_flight[0]

@@ -479,4 +479,4 @@ def test_blocks_that_were_sent_are_let_go_once():
         engine.scheduler.send_finished(SendFinished((0, 3)), engine.now)
         assert ignored(engine) == count
         engine.check_empty()
-    assert engine.connector.finished == [(0, 3)]
+    assert engine.connector.finished == [(0, 1), (0, 2), (0, 3)]

@@ -306,7 +306,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         for sequence in line:
             if sequence.slot >= 0:
                 self.num_passed.pop(sequence.order, None)
-        left = [place for place, sequence in enumerate(line) if sequence.slot < 0 and sequence.kv_request is None]
+        left = [
+            place
+            for place, sequence in enumerate(line)
+            if sequence.slot < 0 and not (sequence.kv_request and sequence.kv_request.params)
+        ]
         if left:
             first = line[left[0]].order
             admitted = sum(sequence.slot >= 0 for sequence in line[left[0] :])
@@ -342,7 +346,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.may_err |= {key[1] for key in self.rank.scheduler._state.sequences}
             self.rank.take(self.rank.scheduler.fail(plan, "out of memory", self.rank.now))
             if plan.connector_metadata is not None:
-                self.rank.runner.start_connector(plan.connector_metadata)
+                self.rank.connector.start_load_kv(plan.connector_metadata)
             self.rank.scheduler.check_integrity()
 
     @precondition(lambda self: self.last_plan is not None and self.last_plan not in self.rank.in_flight)
