@@ -1,0 +1,174 @@
+"""Pools of any hosts, over TCP: no library, no copy besides the kernel's, blocking sockets with a thread each.
+
+    client → server   PullRequest   block ids, how long the client waits
+    server → client   PullReply     a refusal, or nothing; then the blocks' bytes
+
+after the handshake of `kv_transfer.socket_server`. One pull at a time is on a connection. Bytes of a pull that was
+given up can reach no other pull: its connection is closed.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable
+
+import msgspec
+import numpy as np
+
+from kv_transfer.block_runs import check_block_ids, check_pairs
+from kv_transfer.memory import KvMemory
+from kv_transfer.pulls import Pulls, join
+from kv_transfer.socket_server import (
+    PROTOCOL_VERSION,
+    SocketServer,
+    Welcome,
+    decode_address,
+    receive_frame,
+    send_frame,
+)
+from kv_transfer.tcp_peer import ROLE, SERVER_IDLE_S, PullReply, PullRequest, TcpAddress, TcpPeer
+from kv_transfer.tcp_stream import block_views, configure, send_views
+from kv_transfer.transport import (
+    BlockIds,
+    Endpoint,
+    FailureReason,
+    OnEnd,
+    Peer,
+    Transfer,
+    TransferError,
+    TransportCaps,
+    TransportStats,
+)
+from kv_transfer.wire import MAX_FRAME_BYTES, WireError, frame
+
+MAX_CONNECTIONS = 256
+# However long a client says that it waits.
+MAX_PULL_S = 3600.0
+_BACKLOG = 128
+
+
+class TcpTransport:
+    """Threads: one that accepts and one per connection served; one per connection to a peer; one for deadlines."""
+
+    name = "tcp"
+    caps = TransportCaps(cancel_is_fence=True, same_host=False)
+
+    def __init__(self, secret: bytes, port: int = 0) -> None:
+        """`port` 0: any free one."""
+        self._secret = secret
+        self._port = port
+        self._memory: KvMemory | None = None
+        self._server: SocketServer | None = None
+        self._pulls = Pulls(self.name)
+        self._lock = threading.Lock()
+        self._threads: set[threading.Thread] = set()
+        """Of connections to peers; guarded by the lock, as what follows."""
+        self._peers: weakref.WeakSet[TcpPeer] = weakref.WeakSet()
+        self._is_closed = False
+
+    def start(self, memory: KvMemory, host: str) -> Endpoint:
+        try:
+            family, kind, protocol, _, address = socket.getaddrinfo(host, self._port, type=socket.SOCK_STREAM)[0]
+            listener = socket.socket(family, kind, protocol)
+        except OSError as error:
+            raise TransferError(FailureReason.BACKEND, f"host {host!r}: {error}") from None
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(_BACKLOG)
+        except OSError as error:
+            listener.close()
+            message = f"cannot listen on {host!r}, port {self._port}: {error}; give an address of this host's"
+            raise TransferError(FailureReason.BACKEND, message) from None
+        self._memory = memory
+        bound_host, port = listener.getsockname()[:2]
+        instance = secrets.token_bytes(16)
+        welcome = Welcome(PROTOCOL_VERSION, instance, memory.num_blocks, memory.block_size_bytes)
+        self._server = SocketServer(listener, self._secret, ROLE, welcome, self._serve, max_connections=MAX_CONNECTIONS)
+        encoded = msgspec.msgpack.encode(TcpAddress(bound_host, port, instance))
+        return Endpoint(self.name, encoded, memory.num_blocks, memory.block_size_bytes)
+
+    def _serve(self, sock: socket.socket) -> None:
+        assert self._memory is not None
+        configure(sock)
+        while True:
+            payload = receive_frame(sock, MAX_FRAME_BYTES, time.monotonic() + SERVER_IDLE_S)
+            request = msgspec.msgpack.decode(payload, type=PullRequest)
+            # Written so that it holds for NaN.
+            if not request.timeout_s >= 0:
+                raise WireError(f"the client waits for {request.timeout_s} s")
+            deadline = time.monotonic() + min(request.timeout_s, MAX_PULL_S)
+            try:
+                ids = np.frombuffer(request.blocks, "<i4")
+                blocks = check_block_ids(ids, self._memory.num_blocks, "the peer's")
+            except ValueError as error:
+                send_frame(sock, msgspec.msgpack.encode(PullReply(str(error))), deadline)
+                continue
+            reply = memoryview(frame(msgspec.msgpack.encode(PullReply())))
+            send_views(sock, [reply, *block_views(self._memory, blocks)], deadline)
+
+    def connect(self, endpoint: Endpoint, timeout_s: float) -> Peer:
+        assert self._memory is not None, "start() comes first"
+        address = decode_address(endpoint, TcpAddress)
+        peer = TcpPeer(endpoint, address, self._secret, self._memory, self._pulls, self._start_thread)
+        with self._lock:
+            if self._is_closed:
+                raise TransferError(FailureReason.BACKEND, "the tcp transport is closed")
+            self._peers.add(peer)
+        peer.connect(time.monotonic() + timeout_s)
+        return peer
+
+    def _start_thread(self, work: Callable[[], None]) -> None:
+        def run() -> None:
+            try:
+                work()
+            finally:
+                with self._lock:
+                    self._threads.discard(threading.current_thread())
+
+        thread = threading.Thread(target=run, name="kv-tcp-pull", daemon=True)
+        with self._lock:
+            thread.start()
+            self._threads.add(thread)
+
+    def pull(
+        self,
+        peer: Peer,
+        remote_blocks: BlockIds,
+        local_blocks: BlockIds,
+        timeout_s: float,
+        on_end: OnEnd,
+        on_fenced: Callable[[], None] | None = None,
+    ) -> Transfer:
+        assert self._memory is not None, "start() comes first"
+        assert isinstance(peer, TcpPeer)
+        check_pairs(remote_blocks, local_blocks)
+        local = check_block_ids(local_blocks, self._memory.num_blocks, "this rank's")
+        pull = self._pulls.add(peer, len(local), len(local) * self._memory.block_size_bytes, timeout_s, on_end)
+        try:
+            peer.submit(pull, check_block_ids(remote_blocks, peer.endpoint.num_blocks, "the peer's"), local)
+        except ValueError as error:
+            self._pulls.stop(pull, FailureReason.BACKEND, str(error))
+        return pull
+
+    def stats(self) -> TransportStats:
+        return self._pulls.stats()
+
+    def close(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        with self._lock:
+            self._is_closed = True
+            peers, threads = list(self._peers), list(self._threads)
+        for peer in peers:
+            peer.close()
+        if self._server is not None:
+            self._server.close(deadline)
+            # It refers to this object, and this one to the pool: without the cycle the mapping goes at once.
+            self._server = None
+        for thread in threads:
+            join(thread, deadline)
+        self._pulls.close(deadline)
