@@ -33,6 +33,7 @@ from kv_transfer.kv_messages import (
     encode,
 )
 from kv_transfer.lanes import Lanes
+from kv_transfer.pull_server import ROLE
 from kv_transfer.pull_settings import PullSettings
 from kv_transfer.ticket import Ticket
 from kv_transfer.transport import Endpoint, FailureReason, KvTransport, Peer, TransferError
@@ -43,6 +44,7 @@ _log = logging.getLogger(__name__)
 
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 5.0
+MIN_HEARTBEAT_S = 0.01
 # For how long a connection that nobody uses is kept.
 IDLE_S = 300.0
 
@@ -222,7 +224,7 @@ class PeerLink:
         answered: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         try:
             connection = await connect(
-                self._host, self._port, secret=identity.secret, role="kv", name=identity.engine_id, timeout_s=timeout_s
+                self._host, self._port, secret=identity.secret, role=ROLE, name=identity.engine_id, timeout_s=timeout_s
             )
             opened = connection
             opened.start(lambda payload: self._receive(payload) if answered.done() else answered.set_result(payload))
@@ -240,11 +242,13 @@ class PeerLink:
             if connection is not None:
                 connection.abort("handshake failed")
             self._close_lane()
-            raise self._told(error) from error
+            if isinstance(error, Exception) and not isinstance(error, TransferError):
+                raise self._told(error) from error
+            raise
         self._connection, self._has_been_open = opened, True
         opened.closed.add_done_callback(self._lost)
 
-    def _told(self, error: BaseException) -> BaseException:
+    def _told(self, error: Exception) -> TransferError:
         """What a failed attempt means to those who wait for it."""
         lost = FailureReason.PEER_LOST if self._has_been_open else FailureReason.NO_ROUTE
         match error:
@@ -255,7 +259,7 @@ class PeerLink:
                 return TransferError(lost, f"{self._name} cannot be reached: {error}")
             case BadMessageError():
                 return TransferError(FailureReason.INCOMPATIBLE, f"{self._name} sent {error}")
-        return error
+        return TransferError(FailureReason.BACKEND, f"{self._name} cannot be reached: {error!r}")
 
     def _check(self, payload: bytes) -> list[Endpoint]:
         """The peer's endpoints, if it is whom we want and has what we need."""
@@ -341,7 +345,7 @@ class PeerLink:
                 _log.debug("No heartbeat: %s", error)
                 if self._connection is not None:
                     self._connection.abort(f"silent: {error.message}")
-            await asyncio.sleep(min(self._identity.settings.heartbeat_s, self._lease_s / 6))
+            await asyncio.sleep(max(min(self._identity.settings.heartbeat_s, self._lease_s / 6), MIN_HEARTBEAT_S))
 
     async def _beat(self, lease_ids: list[int]) -> None:
         heard = await self.call(lambda ref: Heartbeat(ref, lease_ids))

@@ -11,6 +11,8 @@ leases of this rank and `pull_loads` over `pull_client` for those of others. The
 
 from __future__ import annotations
 
+import secrets
+
 from kv_transfer.config import KvRole
 from kv_transfer.connector import ConnectorContext
 from kv_transfer.lanes import Lanes
@@ -19,6 +21,8 @@ from kv_transfer.pull_settings import PullSettings
 from kv_transfer.pull_worker import PullWorker
 
 NAME = "PullConnector"
+# Small enough to count on from there, in a JSON number.
+_LEASE_ID_BITS = 48
 
 
 class PullConnector:
@@ -32,6 +36,7 @@ class PullConnector:
             geometry=context.geometry,
             produces=context.role is not KvRole.CONSUMER,
             consumes=context.role is not KvRole.PRODUCER,
+            first_lease_id=1 + secrets.randbits(_LEASE_ID_BITS),
         )
 
     @staticmethod

@@ -20,8 +20,9 @@ from enum import Enum, auto
 import numpy as np
 import numpy.typing as npt
 
-from kv_transfer.connector import ExternalMatch, KvParams, KvRequest, RequestKey
+from kv_transfer.connector import ExternalMatch, KvRequest, RequestKey
 from kv_transfer.geometry import Geometry
+from kv_transfer.params import KvParams
 from kv_transfer.ticket import HandOff, Ticket, Unusable, parse_params
 from kv_transfer.transport import BlockIds
 
@@ -132,9 +133,13 @@ class PullScheduler:
 
     def __init__(
         self, *, engine_id: str, host: str, port: Callable[[], int | None], geometry: Geometry, produces: bool,
-        consumes: bool,
+        consumes: bool, first_lease_id: int = 1,
     ) -> None:  # fmt: skip
-        """`port` is asked when tickets are made: None while the worker half does not listen."""
+        """`port` is asked when tickets are made: None while the worker half does not listen.
+
+        Lease ids count from `first_lease_id`. Another one for each process protects those who give every process the
+        same engine id: tickets of the last one do not fit.
+        """
         self._engine_id = engine_id
         self._host = host
         self._port = port
@@ -145,7 +150,7 @@ class PullScheduler:
         self._outgoing: dict[RequestKey, _Outgoing] = {}
         self._incoming: dict[RequestKey, _Incoming] = {}
         self._orders: list[Order] = []
-        self._next_lease_id = 1
+        self._first_lease_id = self._next_lease_id = first_lease_id
 
     def on_new_request(self, request: KvRequest) -> None:
         if not request.params:
@@ -240,7 +245,7 @@ class PullScheduler:
     def check_integrity(self) -> None:
         lease_ids = [outgoing.lease_id for outgoing in self._outgoing.values() if outgoing.lease_id is not None]
         assert len(lease_ids) == len(set(lease_ids)), "two requests share a lease"
-        assert all(0 < lease_id < self._next_lease_id for lease_id in lease_ids)
+        assert all(self._first_lease_id <= lease_id < self._next_lease_id for lease_id in lease_ids)
         assert all(o.lease_id is not None or not o.num_computed_tokens for o in self._outgoing.values())
         assert not self._outgoing.keys() & self._incoming.keys(), "a request comes and goes"
 

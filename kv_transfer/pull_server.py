@@ -41,6 +41,8 @@ from kv_transfer.transport import Endpoint, FailureReason
 
 _log = logging.getLogger(__name__)
 
+ROLE = "kv"
+"""Of those who may connect (`kv_transfer.wire.Hello`)."""
 MAX_READERS = 4096
 # How often expired leases are looked for, per lease, and at most.
 _SWEEPS_PER_LEASE = 20
@@ -122,8 +124,11 @@ class PullServer:
     # ---- connections ----
 
     def _accept(self, connection: Connection) -> None:
-        if self._num_connections >= MAX_READERS:
-            connection.abort(f"more than {MAX_READERS} readers")
+        assert connection.peer is not None
+        if connection.peer.role != ROLE or self._num_connections >= MAX_READERS:
+            connection.abort(
+                f"a {connection.peer.role}, with {self._num_connections} of {MAX_READERS} readers connected"
+            )
             return
         self._num_connections += 1
         _Reader(self, connection, self._greeting_timeout_s)

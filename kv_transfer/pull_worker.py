@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import cast
 
 from kv_transfer.config import KvRole
-from kv_transfer.connector import ConnectorContext, ConnectorEvent, ConnectorStats, LoadFinished
+from kv_transfer.connector import ConnectorContext, ConnectorEvent, ConnectorStats, LoadFinished, SendFinished
 from kv_transfer.lanes import Lanes
 from kv_transfer.memory import KvMemory
 from kv_transfer.pull_client import Identity
@@ -41,8 +41,8 @@ from kv_transfer.transport import TransferError
 
 _log = logging.getLogger(__name__)
 
-# For a thread to start, or to end once everything in it has ended.
-_THREAD_TIMEOUT_S = 10.0
+# For the control plane to listen.
+_START_TIMEOUT_S = 10.0
 
 
 class PullWorker:
@@ -66,8 +66,9 @@ class PullWorker:
         self._is_closed = False
         self._receiver: Callable[[ConnectorEvent], None] | None = None
         self._num_rejected_params = 0
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run_loop, name="kv-io", daemon=True)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        """None before `start`; run by `_thread`."""
+        self._thread: threading.Thread | None = None
         self._executor = ThreadPoolExecutor(4, thread_name_prefix="kv-connect")
         identity = Identity(
             context.engine_id, context.geometry, context.secret, settings, self._lanes, self._executor
@@ -92,10 +93,12 @@ class PullWorker:
                 f"{geometry.block_size_bytes}: one of them is wrong"
             )
         self._receiver = post
+        loop = self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=_run, args=(loop,), name="kv-io", daemon=True)
         self._thread.start()
         try:
             self._lanes.start(memory, self._context.host)
-            asyncio.run_coroutine_threadsafe(self._start(), self._loop).result(_THREAD_TIMEOUT_S)
+            asyncio.run_coroutine_threadsafe(self._start(), loop).result(_START_TIMEOUT_S)
         except BaseException as error:
             self.close(0.0)
             if isinstance(error, TransferError):
@@ -122,13 +125,13 @@ class PullWorker:
             for order in orders:
                 if isinstance(order, VoidLease):
                     self._server.refuse_at_once(order.lease_id)
-        with self._lock:
-            if not self._is_closing:
-                self._loop.call_soon_threadsafe(self._obey, orders)
-                return
+        if self._on_loop(self._obey, orders):
+            return
         for order in orders:
             if isinstance(order, LoadBlocks):
                 self._post(LoadFinished(order.key, order.num_local_tokens, "ended: this rank closes its connector"))
+            elif isinstance(order, CompleteLease):
+                self._post(SendFinished(order.key))
 
     def wait_for_layer_load(self, layer: int) -> None:
         """Nothing is loaded within a step."""
@@ -139,10 +142,16 @@ class PullWorker:
     def finish_step(self, metadata: object | None, *, was_computed: bool) -> frozenset[int]:
         orders = [order for order in cast(PullMetadata, metadata or ()) if isinstance(order, AdvanceLease)]
         if orders:
-            with self._lock:
-                if not self._is_closing:
-                    self._loop.call_soon_threadsafe(self._advance, orders, was_computed)
+            self._on_loop(self._advance, orders, was_computed)
         return frozenset()
+
+    def _on_loop(self, call: Callable[..., None], *args: object) -> bool:
+        """Have it called there, after all that was given before; False if this half is being closed."""
+        with self._lock:
+            if self._is_closing or self._loop is None:
+                return False
+            self._loop.call_soon_threadsafe(call, *args)
+            return True
 
     # ---- any thread ----
 
@@ -159,23 +168,23 @@ class PullWorker:
             if self._is_closing:
                 return
             self._is_closing = True
-        if self._thread.is_alive():
-            asyncio.run_coroutine_threadsafe(self._close(timeout_s), self._loop).result()
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(_THREAD_TIMEOUT_S)
-        else:
+        loop, thread = self._loop, self._thread
+        if loop is None or thread is None:
             self._lanes.close(timeout_s)
-        self._executor.shutdown()
-        if not self._loop.is_running():
-            self._loop.close()
-        with self._lock:
-            self._is_closed = True
+            return
+        try:
+            asyncio.run_coroutine_threadsafe(self._begin_close(), loop).result()
+            # The loop goes on meanwhile, and takes what the transports tell.
+            self._lanes.close(timeout_s)
+            asyncio.run_coroutine_threadsafe(self._loads.close(), loop).result()
+        finally:
+            loop.call_soon_threadsafe(loop.stop)
+            thread.join()
+            self._executor.shutdown()
+            with self._lock:
+                self._is_closed = True
 
     # ---- the loop's thread ----
-
-    def _run_loop(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_forever()
 
     def _obey(self, orders: PullMetadata) -> None:
         for order in orders:
@@ -210,14 +219,20 @@ class PullWorker:
             else:
                 self._server.void(order.lease_id, "a step that was to compute its KV was not computed")
 
-    async def _close(self, timeout_s: float) -> None:
+    async def _begin_close(self) -> None:
+        self._loads.begin_close()
         if self._server is not None:
             await self._server.close()
-        self._loads.begin_close()
-        await asyncio.get_running_loop().run_in_executor(self._executor, self._lanes.close, timeout_s)
-        await self._loads.close()
 
     def _post(self, event: ConnectorEvent) -> None:
         with self._lock:
             if not self._is_closed and self._receiver is not None:
                 self._receiver(event)
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    asyncio.set_event_loop(loop)
+    try:
+        loop.run_forever()
+    finally:
+        loop.close()

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from kv_transfer.config import KVTransferConfig, KvRole
+from kv_transfer.config import KvRole, KVTransferConfig
 from kv_transfer.connector import (
     ConnectorContext,
     ConnectorEvent,
