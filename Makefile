@@ -6,16 +6,18 @@ ARGS ?=
 BIN := .venv/bin
 
 .PHONY: serve test soak check clean
+# Sources of the extension modules; they are built at every install, and when they have changed since.
+EXTENSION_SOURCES := $(wildcard rank_scheduler/*.c) build_extensions.py
 
 # Ctrl-C reaches make as well: it waits for the server's orderly end.
-serve: .venv/.serve-installed
+serve: .venv/.serve-installed .venv/.extensions-built
 	@exec $(BIN)/serried serve --port $(PORT) $(ARGS)
 
-test: .venv/.dev-installed
+test: .venv/.dev-installed .venv/.extensions-built
 	$(BIN)/python -m pytest
 
 # The scheduler's random days, tens of minutes on all cores; `make test` runs their first hours only.
-soak: .venv/.dev-installed
+soak: .venv/.dev-installed .venv/.extensions-built
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.rank_scheduler.soak --seeds 200 --steps 1000000 --workers 0
 
 check: .venv/.dev-installed
@@ -26,6 +28,7 @@ check: .venv/.dev-installed
 
 clean:
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -f rank_scheduler/*.so
 
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("serried needs Python 3.11 or newer, and \
@@ -47,3 +50,8 @@ endef
 .venv/.dev-installed: pyproject.toml | .venv/bin/python
 	$(call install,.[dev])
 	@touch $@ .venv/.serve-installed
+
+# Where there is no C compiler this builds nothing, says so, and is content: Python does the same.
+.venv/.extensions-built: $(EXTENSION_SOURCES) | .venv/bin/python
+	@$(BIN)/python build_extensions.py
+	@touch $@

@@ -11,10 +11,9 @@ Scenarios, blocks of 16 tokens, prefix caching on:
 - `lookup`: a prompt of 32,768 tokens that is wholly in the prefix cache, from message to plan;
 - `churn`: a step in which 26 of 260 running requests end and 26 new ones arrive.
 
-Ours remembers the hashes of stretches of tokens that came twice (`HashMemo`), which the reference does not, and the
-prompts here suit that: the 256 tokens that all of them share are exactly one stretch, and `lookup` asks for the same
-prompt each time, so that its figure has no hashing in it, as for a prompt that comes often. One that comes for the
-second time only is hashed as a whole.
+Every prompt is hashed as a whole each time, on both sides. Ours does this, and keeps its block pool, in C where the
+extension modules were built for the Python that runs the benchmark (`/path/to/python build_extensions.py`), and says
+so; without them `admit` takes about twice as long.
 
 Each scenario runs in rounds, ours and the reference in turn, the first of a round alternating. A round's figure is
 its mean time per step (the mean, so that block boundaries count at their frequency), and `<scenario>_ratio` is the
@@ -43,6 +42,7 @@ import numpy as np
 
 from benchmarks.reference_process import ReferenceMissingError, run_with_reference
 from benchmarks.scheduler_rig import OurRig, Rig, RigOptions
+from rank_scheduler.extension import why_missing
 
 BLOCK_SIZE = 16
 PROMPT_TOKENS, SHARED_TOKENS = 512, 256
@@ -275,6 +275,7 @@ def describe_machine() -> dict[str, Any]:
         "load_average_at_start": os.getloadavg()[0],
         "python": platform.python_version(),
         "numpy": np.__version__,
+        "missing_extensions": why_missing(),
     }
 
 
@@ -306,6 +307,8 @@ def main(arguments: list[str]) -> int:
     from benchmarks import reference_scheduler
 
     machine = describe_machine() | {"reference": f"vllm {reference_scheduler.VERSION}"}
+    for name, reason in machine["missing_extensions"].items():
+        print(f"without {name}: {reason}", file=sys.stderr)
     makers: list[MakeRig] = [OurRig, reference_scheduler.ReferenceRig]
     results: dict[str, dict[str, Any]] = {}
     print(f"{'per step':<16}{'ours µs':>12}{'reference µs':>14}{'ratio':>8}{'CPU ratio':>11}{'medians µs':>22}")

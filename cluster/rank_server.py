@@ -40,6 +40,7 @@ from kv_transfer.connection import Connection, Listener, connect
 from kv_transfer.wire import WireError
 from model_runner.runner import Capacity, ModelRunner
 from rank_scheduler.config import CacheConfig, SchedulerConfig
+from rank_scheduler.extension import why_missing
 from rank_scheduler.interface import PauseState, SchedulerSetup
 from rank_scheduler.messages import Abort, Explain, Extend, RankToRouter, RouterToRank, StepFrame, Submit
 from rank_scheduler.structured_output import GrammarMatcher
@@ -96,6 +97,10 @@ class RankServer:
             make_text_decoder=lambda: IncrementalDetokenizer(tokenizer),
         )
         scheduler = config.make_scheduler(setup)
+        missing = why_missing()
+        if missing:
+            reasons = "; ".join(missing.values())
+            logger.warning("extension modules are missing, so the scheduler takes longer: %s", reasons)
         self._grammar_compiler = self._make_grammar_compiler(tokenizer_path, capacity)
         self._runner = runner
         self._loop = RankLoop(scheduler, runner, self._send, self._crashed, grammar_compiler=self._grammar_compiler)

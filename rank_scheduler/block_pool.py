@@ -4,27 +4,40 @@ Block 0 is the null block: a placeholder in block tables, never allocated, freed
 holder lies in the free list; if it carries a hash it still answers prefix lookups until it is handed out again.
 Blocks without a hash are handed out first, then hashed ones, least recently freed first. Layer groups share the
 pool; a block belongs to a group only while it carries a hash.
+
+`make_block_pool` makes one in C (`_block_pool.c`) where that was built, else one of the class here: both have the
+same methods, decide alike and raise alike.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from operator import index
 
+import numpy as np
+
+from rank_scheduler.extension import ExtensionMissingError, load
 from rank_scheduler.kv_events import AllBlocksCleared, BlockRemoved, KvEvent
+from rank_scheduler.plan import Int32Array
 
 NULL_BLOCK = 0
 
-_LOOKUP_STEP = 64
-
 
 class BlockPool:
-    """Owner of every block's reference count and hash. All operations are O(blocks touched)."""
+    """Owner of every block's reference count and hash. All operations are O(blocks touched).
+
+    Blocks are given as numbers, or as a row of them (int32). All methods raise ValueError for numbers that no block
+    has, before anything is changed.
+    """
 
     def __init__(self, num_blocks: int, num_groups: int = 1, *, events: list[KvEvent] | None = None) -> None:
         """`events` takes in what is removed from the cache; None: nobody wants to know."""
         if num_blocks < 2:
             raise ValueError(f"num_blocks is {num_blocks}: a pool needs the null block and at least one more")
+        if num_groups < 1:
+            raise ValueError(f"num_groups is {num_groups}: there must be one at least")
         self._ref_counts = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._groups = [0] * num_blocks
@@ -50,84 +63,89 @@ class BlockPool:
 
         Raises ValueError if there are not so many free blocks; callers ask `num_free_blocks` first.
         """
-        if count > len(self._free):
+        if not 0 <= count <= len(self._free):
             raise ValueError(f"{count} blocks asked for, {len(self._free)} are free")
-        pop, hashes, ref_counts = self._free.popitem, self._hashes, self._ref_counts
-        blocks = [pop(False)[0] for _ in range(count)]
-        if len(self._block_of_hash) > 1 or self._events is not None:
-            for block in blocks:
-                self.forget(block)
-                ref_counts[block] = 1
-            return blocks
-        (known,) = self._block_of_hash
-        for block in blocks:
-            ref_counts[block] = 1
-            if (block_hash := hashes[block]) is not None:
-                del known[block_hash]
-                hashes[block] = None
         self.version += 1
+        blocks = []
+        for _ in range(count):
+            block = next(iter(self._free))
+            self.forget(block)
+            del self._free[block]
+            self._ref_counts[block] = 1
+            blocks.append(block)
         return blocks
 
-    def touch(self, blocks: Iterable[int]) -> None:
-        """Add a reference to each block of a prefix hit, taking unheld ones out of the free list."""
-        ref_counts, free = self._ref_counts, self._free
-        for block in blocks:
-            if ref_counts[block] == 0:
-                del free[block]
-            ref_counts[block] += 1
+    def take(self, held: Sequence[int] | Int32Array, row: Int32Array) -> None:
+        """Touch `held`, allocate as many more as `row` has room for, and write them all there.
 
-    def release(self, blocks: Sequence[int]) -> None:
+        Raises ValueError, with nothing changed, if not so many are free.
+        """
+        held = self._numbers(held)
+        num_new, num_left = len(row) - len(held), len(self._free) - self.num_unheld(held)
+        if NULL_BLOCK not in held and not 0 <= num_new <= num_left:
+            raise ValueError(f"{num_new} blocks asked for, {num_left} are free")
+        self.touch(held)
+        row[: len(held)] = held
+        row[len(held) :] = self.allocate(num_new)
+
+    def touch(self, blocks: Iterable[int] | Int32Array) -> None:
+        """Add a reference to each block of a prefix hit, taking unheld ones out of the free list."""
+        blocks = self._numbers(blocks)
+        if NULL_BLOCK in blocks:
+            raise ValueError("the null block cannot be held")
+        for block in blocks:
+            if self._ref_counts[block] == 0:
+                del self._free[block]
+            self._ref_counts[block] += 1
+
+    def release(self, blocks: Sequence[int] | Int32Array) -> None:
         """Drop one reference of each; null blocks are passed over.
 
-        Given in sequence order: the tail of a sequence is evicted before its head.
+        Given in sequence order: the tail of a sequence is evicted before its head. Raises ValueError at a block that
+        nobody holds; those behind it have been released by then.
         """
-        ref_counts, free, hashes = self._ref_counts, self._free, self._hashes
-        for block in reversed(blocks):
+        ref_counts, free = self._ref_counts, self._free
+        for block in reversed(self._numbers(blocks)):
             if block == NULL_BLOCK:
                 continue
-            count = ref_counts[block] = ref_counts[block] - 1
-            if not count:
+            if not ref_counts[block]:
+                raise ValueError(f"block {block} is released, and nobody holds it")
+            ref_counts[block] -= 1
+            if not ref_counts[block]:
                 free[block] = None
-                if hashes[block] is None:
+                if self._hashes[block] is None:
                     free.move_to_end(block, last=False)
 
     def cache(self, block: int, block_hash: bytes, group: int = 0) -> bool:
-        """Let prefix lookups find `block` under `block_hash`. False if another block already answers for it."""
-        known = self._block_of_hash[group]
-        if block_hash in known:
+        """Let prefix lookups find `block` under `block_hash`. False if another block already answers for it.
+
+        Raises ValueError for the null block, and for one that is cached already.
+        """
+        self._check(block)
+        known = self._known_in(group)
+        if block == NULL_BLOCK or self._hashes[block] is not None:
+            raise ValueError(f"block {block} is the null block, or cached already")
+        if known.setdefault(block_hash, block) != block:
             return False
-        known[block_hash] = block
         self._hashes[block] = block_hash
-        if group:
-            self._groups[block] = group
+        self._groups[block] = group
         self.version += 1
         return True
 
-    def cache_all(self, blocks: Sequence[int], hashes: Sequence[bytes], group: int = 0) -> Sequence[int]:
-        """`cache` for each pair; returns the blocks that answer now. No block may be cached already."""
-        known = self._block_of_hash[group]
-        num_known = len(known)
-        if not known.keys().isdisjoint(hashes):
-            return [block for block, one in zip(blocks, hashes, strict=True) if self.cache(block, one, group)]
-        known.update(zip(hashes, blocks, strict=True))
-        if len(known) != num_known + len(hashes):
-            # Sequences with the same content: one of their blocks answers.
-            pairs = [(block, one) for block, one in zip(blocks, hashes, strict=True) if known[one] == block]
-            blocks, hashes = [block for block, _ in pairs], [one for _, one in pairs]
-        own_hashes = self._hashes
-        for block, block_hash in zip(blocks, hashes, strict=True):
-            own_hashes[block] = block_hash
-        if group:
-            for block in blocks:
-                self._groups[block] = group
-        self.version += 1
-        return blocks
+    def cache_all(self, blocks: Sequence[int] | Int32Array, hashes: Sequence[bytes], group: int = 0, /) -> list[int]:
+        """`cache` for each pair; returns the blocks that answer now."""
+        blocks = self._numbers(blocks)
+        if len(blocks) != len(hashes):
+            raise ValueError(f"{len(blocks)} blocks for {len(hashes)} hashes")
+        return [block for block, one in zip(blocks, hashes, strict=True) if self.cache(block, one, group)]
 
     def is_cached(self, block: int) -> bool:
+        self._check(block)
         return self._hashes[block] is not None
 
     def forget(self, block: int) -> None:
         """Remove the block from the prefix cache, if it is there."""
+        self._check(block)
         block_hash = self._hashes[block]
         if block_hash is not None:
             group = self._groups[block]
@@ -153,37 +171,39 @@ class BlockPool:
 
     def find(self, block_hash: bytes, group: int = 0) -> int | None:
         """The block that answers for this hash. No side effects."""
-        return self._block_of_hash[group].get(block_hash)
+        return self._known_in(group).get(block_hash)
 
-    def lookup(self, hashes: Sequence[bytes], group: int = 0) -> list[int]:
+    def lookup(self, hashes: Sequence[bytes], group: int = 0, /) -> list[int]:
         """Blocks of the longest cached run from the first hash on. No side effects."""
-        find = self._block_of_hash[group].get
-        blocks: list[int] = []
-        for start in range(0, len(hashes), _LOOKUP_STEP):
-            found = list(map(find, hashes[start : start + _LOOKUP_STEP]))
-            if None in found:
-                blocks += found[: found.index(None)]  # type: ignore[arg-type]
+        known = self._known_in(group)
+        blocks = []
+        for block_hash in hashes:
+            block = known.get(block_hash)
+            if block is None:
                 break
-            blocks += found  # type: ignore[arg-type]
+            blocks.append(block)
         return blocks
 
-    def num_unheld(self, blocks: Iterable[int]) -> int:
+    def num_unheld(self, blocks: Iterable[int] | Int32Array) -> int:
         """How many of `blocks` lie in the free list (and would leave it when touched)."""
-        counts = [self._ref_counts[block] for block in blocks if block]
-        return counts.count(0)
+        return [self._ref_counts[block] for block in self._numbers(blocks) if block != NULL_BLOCK].count(0)
 
     def num_references(self, block: int) -> int:
+        self._check(block)
         return self._ref_counts[block]
 
-    def num_sole_references(self, blocks: Iterable[int]) -> int:
+    def num_sole_references(self, blocks: Iterable[int] | Int32Array) -> int:
         """How many of `blocks` would become free if one holder let go of them."""
-        counts = [self._ref_counts[block] for block in blocks]
-        return counts.count(1)
+        return [self._ref_counts[block] for block in self._numbers(blocks) if block != NULL_BLOCK].count(1)
+
+    def free_blocks(self) -> list[int]:
+        """In the order in which they are handed out. O(free blocks): for tests."""
+        return list(self._free)
 
     def check_integrity(self, held: Iterable[int]) -> None:
         """Assert that the references are exactly those in `held` (one entry per reference, null blocks aside)."""
         expected = [0] * len(self._ref_counts)
-        for block in held:
+        for block in self._numbers(held):
             expected[block] += 1
         expected[NULL_BLOCK] = 0
         assert expected == self._ref_counts, (
@@ -199,3 +219,24 @@ class BlockPool:
                 if block_hash is not None and self._groups[block] == group
             }
             assert carried == known, "prefix map differs from the blocks' hashes"
+
+    def _check(self, block: int) -> None:
+        if not 0 <= block < len(self._ref_counts):
+            raise ValueError(f"there is no block {block}: they count from 0 to {len(self._ref_counts) - 1}")
+
+    def _numbers(self, blocks: Iterable[int] | Int32Array) -> list[int]:
+        numbers: list[int] = blocks.tolist() if isinstance(blocks, np.ndarray) else list(map(index, blocks))
+        if numbers and not 0 <= min(numbers) <= max(numbers) < len(self._ref_counts):
+            for number in numbers:
+                self._check(number)
+        return numbers
+
+    def _known_in(self, group: int) -> dict[bytes, int]:
+        if not 0 <= group < len(self._block_of_hash):
+            raise ValueError(f"there is no group {group}: they count from 0 to {len(self._block_of_hash) - 1}")
+        return self._block_of_hash[group]
+
+
+make_block_pool: type[BlockPool] = BlockPool
+with suppress(ExtensionMissingError):
+    make_block_pool = load("rank_scheduler._block_pool").BlockPool

@@ -7,12 +7,11 @@ block. The same arithmetic predicts a need and fulfils it, so what was found to 
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
 
-from rank_scheduler.block_pool import NULL_BLOCK, BlockPool
+from rank_scheduler.block_pool import NULL_BLOCK, make_block_pool
 from rank_scheduler.interface import KvGroup
 from rank_scheduler.kv_events import BlockStored, KvEvent
 from rank_scheduler.plan import Int32Array
@@ -43,7 +42,7 @@ class KvCacheManager:
         self.num_groups = len(groups)
         self.events: list[KvEvent] = []
         self._emit_events = emit_events
-        self.pool = BlockPool(num_blocks, self.num_groups, events=self.events if emit_events else None)
+        self.pool = make_block_pool(num_blocks, self.num_groups, events=self.events if emit_events else None)
         self._windows = [(index, group.sliding_window) for index, group in enumerate(groups) if group.sliding_window]
 
     @property
@@ -93,33 +92,34 @@ class KvCacheManager:
 
         The caller has seen that `num_needed` blocks are free.
         """
-        if self.num_groups == 1 and not self._windows:
-            (held,) = hit.blocks
-            self.pool.touch(held)
-            return np.array([held + self.pool.allocate(num_columns - hit.num_columns)], np.int32)
         table = np.empty((self.num_groups, num_columns), np.int32)
+        if self.num_groups == 1 and not self._windows:
+            self.pool.take(hit.blocks[0], table[0])
+            return table
         for row, blocks in zip(table, hit.blocks, strict=True):
             self.pool.touch(block for block in blocks if block != NULL_BLOCK)
             row[: hit.num_columns] = blocks
         num_new = num_columns - hit.num_columns
         if num_new:
-            table[:, hit.num_columns :] = np.array(self.pool.allocate(num_new * self.num_groups), np.int32).reshape(
-                self.num_groups, num_new
-            )
+            new = np.empty(num_new * self.num_groups, np.int32)
+            self.pool.take((), new)
+            table[:, hit.num_columns :] = new.reshape(self.num_groups, num_new)
         return table
 
     def take_columns(self, count: int) -> Int32Array:
         """New blocks for `count` columns, shape [count, num_groups]; so many must be free."""
-        return np.array(self.pool.allocate(count * self.num_groups), np.int32).reshape(count, self.num_groups)
+        blocks = np.empty(count * self.num_groups, np.int32)
+        self.pool.take((), blocks)
+        return blocks.reshape(count, self.num_groups)
 
     def release(self, table: Int32Array) -> None:
         """Let go of a sequence's blocks, shape [num_groups, columns]."""
         for row in table:
-            self.pool.release(row.tolist())
+            self.pool.release(row)
 
     def num_freed_by(self, table: Int32Array) -> int:
         """How many blocks `release` would free."""
-        return sum(self.pool.num_sole_references(row.tolist()) for row in table)
+        return sum(self.pool.num_sole_references(row) for row in table)
 
     def slide(self, table: Int32Array, num_settled: int) -> None:
         """Give up blocks that no position from `num_settled` on sees; `table` [num_groups, columns] gets null blocks.
@@ -159,7 +159,7 @@ class KvCacheManager:
                 self._stored(hashes, column + fresh.index(cached[0]), num_full, token_ids, group)
         return added
 
-    def cache_next(self, blocks: list[int], hashes: list[bytes]) -> Collection[int]:
+    def cache_next(self, blocks: Int32Array, hashes: list[bytes]) -> list[int]:
         """`cache` for columns that are not cached yet, of any sequences: with one group, where nobody wants events."""
         return self.pool.cache_all(blocks, hashes)
 

@@ -28,13 +28,7 @@ class Needs:
         """Cached prefix of a waiting sequence. No side effects but that its hashes are known from now on."""
         if not self._caches:
             return PrefixHit(0, [[] for _ in range(self._state.kv.num_groups)])
-        extend_block_hashes(
-            sequence.block_hashes,
-            sequence.token_ids,
-            self._block_size,
-            sequence.extra_keys,
-            self._state.hash_memo,
-        )
+        extend_block_hashes(sequence.block_hashes, sequence.token_ids, self._block_size, sequence.extra_keys)
         if not sequence.reads_prefix_cache:
             return PrefixHit(0, [[] for _ in range(self._state.kv.num_groups)])
         hashes = sequence.block_hashes

@@ -141,7 +141,7 @@ class PlanBuilder:
         hashes = hash_blocks(parents, rows)
         for sequence, block_hash in zip(sequences, hashes, strict=True):
             sequence.block_hashes.append(block_hash)
-        state.cached_in_step.update(state.kv.cache_next(batch.block_table[0, filled, columns].tolist(), hashes))
+        state.cached_in_step.update(state.kv.cache_next(batch.block_table[0, filled, columns], hashes))
         batch.num_cached_columns[filled] = columns + 1
 
     def _mask(

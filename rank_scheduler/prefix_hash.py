@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
 
+from rank_scheduler.extension import ExtensionMissingError, load
 from rank_scheduler.plan import Int32Array
 
+_LITTLE_ENDIAN = np.dtype("<i4")
 # Any fixed value: every rank of every process must compute equal hashes for equal prefixes.
 ROOT_HASH = hashlib.sha256(b"serried prefix chain").digest()
 """Parent of a sequence's first block."""
@@ -51,105 +54,49 @@ class ExtraKeys:
         return _prefixed(salt) + b"".join(overlapping) if salt or overlapping else b""
 
 
-class HashMemo:
-    """Hashes of stretches of tokens that came lately, so that a prefix that comes again is not hashed again.
-
-    Keys are the tokens themselves, with the hash that they follow: what is found is exact. Stretches have
-    `NUM_BLOCKS` blocks and begin at multiples of it. One is kept when it comes for the second time, as most come
-    once. When it is full, the older half goes.
-
-    A token takes 4 bytes, and a block's hash 73: with blocks of 16, a million tokens take 9 MB.
-    """
-
-    NUM_BLOCKS = 16
-    _MAX_NUM_SEEN = 1 << 16
-
-    def __init__(self, capacity: int = 1 << 20) -> None:
-        """`capacity` in tokens, of all stretches."""
-        self._capacity = capacity
-        self._num_tokens = 0
-        self._hashes: dict[tuple[bytes, bytes], list[bytes]] = {}
-        self._seen: set[int] = set()
-        """Python's hashes of the keys that came once."""
-
-    def get(self, parent: bytes, tokens: bytes) -> list[bytes] | None:
-        """Hashes of the blocks of `tokens` (little-endian int32) behind the block with hash `parent`."""
-        return self._hashes.get((parent, tokens))
-
-    def put(self, parent: bytes, tokens: bytes, hashes: list[bytes]) -> None:
-        key_hash = hash((parent, tokens))
-        if key_hash not in self._seen:
-            if len(self._seen) >= self._MAX_NUM_SEEN:
-                self._seen.clear()
-            self._seen.add(key_hash)
-            return
-        num_tokens = len(tokens) // 4
-        if self._num_tokens + num_tokens > self._capacity:
-            for key in list(self._hashes)[: (len(self._hashes) + 1) // 2]:
-                del self._hashes[key]
-                self._num_tokens -= len(key[1]) // 4
-        self._hashes[parent, tokens] = hashes
-        self._num_tokens += num_tokens
-
-
 def extend_block_hashes(
-    hashes: list[bytes],
-    token_ids: Int32Array,
-    block_size: int,
-    extra: ExtraKeys | None = None,
-    memo: HashMemo | None = None,
+    hashes: list[bytes], token_ids: Int32Array, block_size: int, extra: ExtraKeys | None = None
 ) -> None:
     """Append to `hashes` until every full block of `token_ids` (shape [n]) has one."""
-    if memo is not None and extra is None and len(hashes) % HashMemo.NUM_BLOCKS == 0:
-        _extend_by_memo(hashes, token_ids, block_size, memo)
     first, num_blocks = len(hashes), len(token_ids) // block_size
     if first >= num_blocks:
         return
-    rows = _row_bytes(token_ids[first * block_size : num_blocks * block_size].reshape(-1, block_size))
+    token_ids = np.ascontiguousarray(token_ids[first * block_size : num_blocks * block_size], _LITTLE_ENDIAN)
     parent = hashes[-1] if hashes else ROOT_HASH
-    num_keyed = 0 if extra is None else max(0, -(-extra.end // block_size) - first)
-    sha256 = hashlib.sha256
     if extra is not None:
-        for index, row in enumerate(rows[:num_keyed], first):
+        keyed = token_ids[: max(0, extra.end - first * block_size + block_size - 1) // block_size * block_size]
+        for index, row in enumerate(keyed.reshape(-1, block_size), first):
             keys = extra.for_block(index * block_size, (index + 1) * block_size)
-            parent = sha256(parent + row + keys).digest()
+            parent = hashlib.sha256(parent + row.tobytes() + keys).digest()
             hashes.append(parent)
-    hashes += [parent := sha256(parent + row).digest() for row in rows[num_keyed:]]
+        token_ids = token_ids[len(keyed) :]
+    hashes += hash_run(parent, token_ids, block_size)
 
 
-def _extend_by_memo(hashes: list[bytes], token_ids: Int32Array, block_size: int, memo: HashMemo) -> None:
-    """Append the hashes of whole stretches; those that are new are remembered."""
-    stretch = HashMemo.NUM_BLOCKS * block_size
-    first = len(hashes) * block_size
-    num_stretches = (len(token_ids) - first) // stretch
-    if num_stretches <= 0:
-        return
-    before = parent = hashes[-1] if hashes else ROOT_HASH
-    data = token_ids[first : first + num_stretches * stretch].astype("<i4", copy=False).tobytes()
-    sha256, size, block_bytes = hashlib.sha256, 4 * stretch, 4 * block_size
-    for start in range(0, len(data), size):
-        tokens = data[start : start + size]
-        known = memo.get(before, tokens)
-        if known is None:
-            known = [
-                parent := sha256(parent + data[at : at + block_bytes]).digest()
-                for at in range(start, start + size, block_bytes)
-            ]
-            memo.put(before, tokens, known)
-        hashes += known
-        before = parent = known[-1]
-
-
-def hash_blocks(parents: Sequence[bytes], token_rows: Int32Array) -> list[bytes]:
+def hash_blocks(parents: list[bytes], token_rows: Int32Array) -> list[bytes]:
     """Hashes of one block without extra keys per row; `parents`: one each, `token_rows`: shape [n, block_size]."""
-    sha256 = hashlib.sha256
-    return [sha256(parent + row).digest() for parent, row in zip(parents, _row_bytes(token_rows), strict=True)]
+    return hash_rows(parents, np.ascontiguousarray(token_rows, _LITTLE_ENDIAN))
+
+
+def hash_run_in_python(parent: bytes, token_ids: Int32Array, block_size: int, /) -> list[bytes]:
+    """Hashes of the full blocks without extra keys in `token_ids` (shape [n]), which follow the block of `parent`."""
+    if block_size < 1:
+        raise ValueError(f"block_size is {block_size}: it must be at least 1")
+    rows = token_ids[: len(token_ids) // block_size * block_size].reshape(-1, block_size)
+    return [parent := hashlib.sha256(parent + row).digest() for row in _row_bytes(rows)]
+
+
+def hash_rows_in_python(parents: list[bytes], token_rows: Int32Array, /) -> list[bytes]:
+    """`hash_blocks` of a contiguous array."""
+    if len(parents) != len(token_rows):
+        raise ValueError(f"{len(parents)} parents for {len(token_rows)} rows")
+    rows = _row_bytes(token_rows)
+    return [hashlib.sha256(parent + row).digest() for parent, row in zip(parents, rows, strict=True)]
 
 
 def _row_bytes(token_rows: Int32Array) -> list[bytes]:
-    rows = np.ascontiguousarray(token_rows, dtype="<i4")
     # One bytes object per row in a single call: half the time of slicing.
-    row_bytes: list[bytes] = rows.view(f"V{4 * rows.shape[1]}").ravel().tolist()
+    row_bytes: list[bytes] = token_rows.view(f"V{4 * token_rows.shape[1]}").ravel().tolist()
     return row_bytes
 
 
@@ -159,3 +106,13 @@ def _item_end(item: tuple[bytes, int, int]) -> int:
 
 def _prefixed(value: bytes) -> bytes:
     return len(value).to_bytes(4, "little") + value
+
+
+HashRun = Callable[[bytes, Int32Array, int], list[bytes]]
+HashRows = Callable[[list[bytes], Int32Array], list[bytes]]
+
+hash_run: HashRun = hash_run_in_python
+hash_rows: HashRows = hash_rows_in_python
+with suppress(ExtensionMissingError):
+    _twin = load("rank_scheduler._prefix_hash")
+    hash_run, hash_rows = _twin.hash_run, _twin.hash_rows

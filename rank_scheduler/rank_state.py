@@ -26,7 +26,7 @@ from rank_scheduler.kv_cache_manager import KvCacheManager
 from rank_scheduler.messages import End, FinishReason
 from rank_scheduler.performance import StepCost
 from rank_scheduler.plan import BoolArray, Extension, Int32Array, Int64Array
-from rank_scheduler.prefix_hash import HashMemo, extend_block_hashes
+from rank_scheduler.prefix_hash import extend_block_hashes
 from rank_scheduler.sequence import Obstacle, RequestEvent, Sequence, SequenceKey, SequenceState, WaitReason
 from rank_scheduler.stats import StepStats
 from rank_scheduler.waiting_queue import WaitingQueue
@@ -84,7 +84,6 @@ class RankState:
         )
         self.caches = setup.enable_prefix_caching and not setup.is_encoder_decoder
         """Not for an encoder-decoder model, whose prompt is computed with its encoder's output."""
-        self.hash_memo = HashMemo()
         self.encoder = EncoderCache(config.encoder_cache_capacity) if config.is_multimodal_model else None
         by_priority = config.policy == "priority"
         self.waiting = WaitingQueue(by_priority=by_priority)
@@ -283,7 +282,7 @@ class RankState:
         if num_full <= first:
             return
         token_ids = self.batch.token_ids[slot, : num_full * block_size]
-        extend_block_hashes(sequence.block_hashes, token_ids, block_size, sequence.extra_keys, self.hash_memo)
+        extend_block_hashes(sequence.block_hashes, token_ids, block_size, sequence.extra_keys)
         self.cached_in_step.update(
             self.kv.cache(self.batch.table(slot), sequence.block_hashes, first, num_full, token_ids)
         )

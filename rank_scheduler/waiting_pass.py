@@ -328,7 +328,7 @@ class WaitingPass:
         if num_full > num_hit:
             hashes = sequence.block_hashes
             if is_new and state.kv.caches_in_bulk:
-                cached = state.kv.cache_next(table[0, num_hit:num_full].tolist(), hashes[num_hit:num_full])
+                cached = state.kv.cache_next(table[0, num_hit:num_full], hashes[num_hit:num_full])
             else:
                 cached = state.kv.cache(table, hashes, num_hit, num_full, sequence.token_ids)
             state.cached_in_step.update(cached)

@@ -29,6 +29,7 @@ from kv_transfer.connection import Connection, Listener, connect
 from kv_transfer.wire import WireError
 from model_runner.simulated import SimulatedRunner, expected_tokens
 from rank_scheduler.config import CacheConfig, SchedulerConfig
+from rank_scheduler.extension import OFF_VARIABLE
 from rank_scheduler.interface import PauseState
 from rank_scheduler.messages import (
     Abort,
@@ -358,6 +359,20 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
 
 
 # ---- requests ----
+
+
+@pytest.mark.parametrize("setting", [False], ids=["sync"], indirect=True)
+def test_says_once_that_extensions_are_missing(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(OFF_VARIABLE, "1")
+
+    async def scenario() -> None:
+        async with running_rank(setting):
+            pass
+
+    run(scenario)
+    assert caplog.text.count(f"so the scheduler takes longer: {OFF_VARIABLE} is set") == 1
 
 
 @pytest.mark.parametrize("setting", [False], ids=["sync"], indirect=True)

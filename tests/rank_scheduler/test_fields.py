@@ -633,7 +633,7 @@ def test_probes_change_nothing():
             engine.submit(request, prompt_of(20, start=request), max_tokens=9)
         history = []
         while engine.scheduler.has_work():
-            history.append((engine.step_shares(), list(engine.scheduler._state.kv.pool._free)))
+            history.append((engine.step_shares(), engine.scheduler._state.kv.pool.free_blocks()))
         histories.append((history, engine.scheduler.take_stats()))
     assert histories[0] == histories[1]
 

@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from rank_scheduler.block_pool import NULL_BLOCK
+from rank_scheduler.block_pool import NULL_BLOCK, BlockPool
 from rank_scheduler.interface import KvGroup
 from rank_scheduler.kv_cache_manager import KvCacheManager
 from rank_scheduler.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
@@ -311,7 +311,17 @@ class KvCacheManagerMachine(RuleBasedStateMachine):
         assert self.kv.pool.num_free_blocks == NUM_BLOCKS - 1
 
 
+class PythonMachine(KvCacheManagerMachine):
+    """With the pool in Python, whatever was built."""
+
+    def __init__(self):
+        super().__init__()
+        self.kv.pool = BlockPool(NUM_BLOCKS, len(MACHINE_GROUPS))
+
+
 KvCacheManagerMachine.TestCase.settings = settings(
     max_examples=120, stateful_step_count=40, deadline=None, derandomize=True
 )
+PythonMachine.TestCase.settings = KvCacheManagerMachine.TestCase.settings
 TestKvCacheManagerMachine = KvCacheManagerMachine.TestCase
+TestMachineWithPythonPool = PythonMachine.TestCase

@@ -13,6 +13,9 @@ from rank_scheduler.prefix_hash import ROOT_HASH, hash_blocks
 from rank_scheduler.stats import StepStats
 from tests.rank_scheduler.small_engine import BLOCK_SIZE, SmallEngine, item, prompt_of, tokens_after
 
+# Prefix cache, events and groups are all here.
+pytestmark = pytest.mark.usefixtures("on_both_twins")
+
 PERFORMANCE = PerformanceModel(
     num_layer_weights=1000,
     num_head_weights=100,
@@ -361,8 +364,9 @@ class Index:
             self.known.add((block_hash, event.group))
 
     def assert_equals_pool(self, engine: SmallEngine) -> None:
-        maps = engine.scheduler._state.kv.pool._block_of_hash
-        assert self.known == {(block_hash, group) for group, known in enumerate(maps) for block_hash in known}
+        pool = engine.scheduler._state.kv.pool
+        assert all(pool.find(block_hash, group) is not None for block_hash, group in self.known)
+        assert len(self.known) == sum(map(pool.is_cached, range(1 + pool.num_usable_blocks)))
 
 
 @pytest.mark.parametrize("is_async", [False, True])
