@@ -13,6 +13,7 @@ OwnerRows = np.ndarray[tuple[int], np.dtype[np.intp]] | slice
 
 _NO_EPOCH = -1
 _NUM_TOUCHED_TOKENS = 2048
+_NUM_PADDED_TOKENS = 16
 
 
 class RunningBatch:
@@ -57,7 +58,9 @@ class RunningBatch:
         self.drafts = np.zeros((max_num_seqs, max_drafts), np.int32)
         # Pages of long rows that never fill are never touched, so the reserved size costs no memory. The first pages
         # are touched now: else each slot's first sequence would pay for that, within a step.
-        self.token_ids = np.zeros((max_num_seqs, max_model_len), np.int32)
+        # Rows that lay a power of two apart would compete for the same few lines of the processor's caches when each
+        # gets its next token, so they are one line longer.
+        self.token_ids = np.zeros((max_num_seqs, max_model_len + _NUM_PADDED_TOKENS), np.int32)
         self.token_ids[:, :_NUM_TOUCHED_TOKENS] = 0
         self.block_table = np.zeros((num_groups, max_num_seqs, max_columns), np.int32)
         self.block_table[:, :, : _NUM_TOUCHED_TOKENS // block_size] = 0

@@ -27,7 +27,7 @@ from rank_scheduler.messages import End, FinishReason
 from rank_scheduler.performance import StepCost
 from rank_scheduler.plan import BoolArray, Extension, Int32Array, Int64Array
 from rank_scheduler.prefix_hash import extend_block_hashes
-from rank_scheduler.sequence import Obstacle, RequestEvent, Sequence, SequenceKey, SequenceState, WaitReason
+from rank_scheduler.sequence import NEW, Obstacle, RequestEvent, Sequence, SequenceKey, SequenceState
 from rank_scheduler.stats import StepStats
 from rank_scheduler.waiting_queue import WaitingQueue
 
@@ -114,9 +114,9 @@ class RankState:
         self.may_have_prefills = False
         """Some running sequence may have prompt tokens left to compute."""
         self.pass_number = 0
-        self.pass_obstacle = Obstacle(WaitReason.NEW)
+        self.pass_obstacle = NEW
         """Why the latest waiting pass came to its end."""
-        self.load_obstacle = Obstacle(WaitReason.NEW)
+        self.load_obstacle = NEW
         """Why the latest pass started no more KV loads."""
 
     # ---- figures ----
@@ -133,8 +133,9 @@ class RankState:
     @property
     def watermark_blocks(self) -> int:
         """Blocks that must stay free when a request is admitted now."""
-        someone_runs = len(self.batch) > self.batch.num_idle
-        return int(self.config.watermark * self.setup.num_blocks) if someone_runs else 0
+        if not self.config.watermark or len(self.batch) == self.batch.num_idle:
+            return 0
+        return int(self.config.watermark * self.setup.num_blocks)
 
     def num_lost(self, slot: int) -> int:
         """What counts, the less the sooner, when a victim is chosen among equals: computed work, or nothing."""
@@ -144,7 +145,7 @@ class RankState:
 
     def enqueue(self, sequence: Sequence) -> None:
         """Put a WAITING or PREEMPTED sequence where it will be admitted from, or where it must wait for more."""
-        self.remember_obstacle(sequence, Obstacle(WaitReason.NEW))
+        self.remember_obstacle(sequence, NEW)
         if sequence.num_draining:
             self.deferred[sequence.key] = sequence
         elif sequence.blocks is not None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
 from enum import StrEnum
+
+import msgspec
 
 from kv_transfer.connector import KvParams, KvRequest
 from rank_scheduler.messages import Extend, FinishReason, Submit, TimelineEntry
@@ -24,6 +25,9 @@ class SequenceState(StrEnum):
     RUNNING = "running"
     PREEMPTED = "preempted"
     FINISHED = "finished"
+
+    # An enum's own goes through Python.
+    __hash__ = str.__hash__
 
 
 _S = SequenceState
@@ -79,12 +83,15 @@ class WaitReason(StrEnum):
     """No step has been planned since it was queued."""
 
 
-@dataclass(frozen=True, slots=True)
-class Obstacle:
+class Obstacle(msgspec.Struct, frozen=True):
     """What kept a request from running when it was last looked at."""
 
     reason: WaitReason
-    figures: dict[str, int] = field(default_factory=dict)
+    figures: dict[str, int] = {}
+
+
+NEW = Obstacle(WaitReason.NEW)
+"""Nothing has been looked at yet."""
 
 
 # Owner (a router's connection) and the number that the owner gave the request.
@@ -177,7 +184,7 @@ class Sequence:
         self.reads_prefix_cache = submit.reads_prefix_cache
         self.encoder_inputs = submit.encoder_inputs
         self.is_session = submit.is_session
-        self.extensions: deque[Extend] = deque()
+        self.extensions: list[Extend] = []
         """Input that came while a turn was still going on."""
         self.has_grammar = submit.grammar is not None
         self.grammar: GrammarMatcher | None = None
@@ -220,13 +227,14 @@ class Sequence:
         """Prompt tokens found in the prefix cache or loaded, at first admission."""
         self.num_preemptions = 0
         self.finish_reason: FinishReason | None = None
-        self.obstacle = Obstacle(WaitReason.NEW)
+        self.obstacle = NEW
         self.pass_number = -1
         """Of the waiting pass in which `obstacle` was found."""
         self.probe_memo: tuple[tuple[int, int, int], Obstacle] | None = None
         """Of the latest attempt that lacked blocks: what it depended on, and the obstacle."""
         self._first_entries: list[TimelineEntry] = []
-        self._last_entries: deque[TimelineEntry] = deque(maxlen=_NUM_LAST_ENTRIES)
+        self._last_entries: deque[TimelineEntry] | None = None
+        """Of a story that is longer than the first entries."""
         self.note(RequestEvent.QUEUED, now)
 
     def max_total(self, max_model_len: int) -> int:
@@ -247,12 +255,14 @@ class Sequence:
         entry = TimelineEntry(now, event, cause)
         if len(self._first_entries) < _NUM_FIRST_ENTRIES:
             self._first_entries.append(entry)
-        else:
-            self._last_entries.append(entry)
+            return
+        if self._last_entries is None:
+            self._last_entries = deque(maxlen=_NUM_LAST_ENTRIES)
+        self._last_entries.append(entry)
 
     def timeline(self) -> list[TimelineEntry]:
         """Oldest first; of a long story the middle is missing."""
-        return self._first_entries + list(self._last_entries)
+        return self._first_entries + list(self._last_entries or ())
 
     def strip(self) -> None:
         """Let go of everything that only a living sequence needs."""

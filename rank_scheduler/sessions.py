@@ -65,7 +65,7 @@ class Sessions:
         if not sequence.extensions:
             return
         state, setup = self._state, self._state.setup
-        extend = sequence.extensions.popleft()
+        extend = sequence.extensions.pop(0)
         if extend.is_last and not extend.token_ids:
             state.finish(sequence, reason, now)
             return

@@ -30,6 +30,7 @@ class WaitingPass:
         self._room = room
         self._caches = state.caches
         self._block_size = state.setup.block_size
+        self._max_num_active = state.config.active_seqs_limit
         self.entered: list[NewSequence] = []
         self.copies: list[tuple[int, int]] = []
         self.must_ask_again = False
@@ -76,7 +77,9 @@ class WaitingPass:
         counts: list[int] = []
         self._cached_columns = []
         for sequence in self._in_line():
-            found = self._no_room(draft) or self._must_not_pass(sequence, passed)
+            found = self._no_room(draft)
+            if found is None and (passed or self._loads.starved is not None):
+                found = self._must_not_pass(sequence, passed)
             takes_blocks = sequence.blocks is None
             if found is None:
                 found = self._try_admit(sequence, draft, now, slots, counts)
@@ -178,9 +181,8 @@ class WaitingPass:
         state = self._state
         if draft.budget <= 0:
             return Obstacle(WaitReason.BUDGET, {"budget": state.config.num_scheduled_tokens_limit, "left": 0})
-        limit = state.config.active_seqs_limit
-        if state.num_active >= limit:
-            return Obstacle(WaitReason.SLOTS, {"num_active": state.num_active, "limit": limit})
+        if len(state.batch) >= self._max_num_active:
+            return Obstacle(WaitReason.SLOTS, {"num_active": state.num_active, "limit": self._max_num_active})
         return None
 
     def _try_admit(
