@@ -15,7 +15,9 @@ from typing import Any, Literal, Self, get_args
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from kv_transfer.config import KVTransferConfig
 from rank_scheduler.config import CacheConfig, SchedulerConfig
+from router.control_messages import PoolRole
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +58,10 @@ class PoolConfig(_Section):
         default=None, ge=1, description="CPU threads of one rank. None: the node's cores divided by its ranks."
     )
     device: Literal["cpu", "cuda"] = Field(default="cpu", description="Where a rank computes; cuda takes one GPU each.")
+    role: PoolRole = Field(
+        default=PoolRole.MIXED,
+        description="mixed, or prefill (computes prompts up to the first token) and decode (goes on from there).",
+    )
 
 
 class RouterConfig(_Section):
@@ -71,6 +77,15 @@ class RouterConfig(_Section):
     max_body_bytes: int = Field(default=4 << 20, ge=1024, description="Largest request body; larger ones get 413.")
     rank_silence_timeout_s: float = Field(
         default=10.0, ge=2.0, description="A rank that says nothing for this long is lost (it speaks once a second)."
+    )
+
+    remote_prefill_min_tokens: int = Field(
+        default=128,
+        ge=1,
+        description="With prefill ranks: shorter prompts are computed by the decode rank itself, which is quicker.",
+    )
+    pd_fallback: bool = Field(
+        default=True, description="Where all prefill or all decode ranks are gone, the others take their part."
     )
 
     @field_validator("ha_proxy", mode="before")
@@ -93,6 +108,7 @@ class ClusterConfig(_Section):
     )
     pools: dict[str, PoolConfig] = Field(default={"mixed": PoolConfig()}, min_length=1)
     router: RouterConfig = RouterConfig()
+    kv_transfer: KVTransferConfig = KVTransferConfig()
 
     @model_validator(mode="before")
     @classmethod
@@ -124,6 +140,27 @@ class ClusterConfig(_Section):
                 self.scheduler.cache_aware_admission_window,
             )
         return self
+
+    @model_validator(mode="after")
+    def _check_roles(self) -> Self:
+        roles = {pool.role for pool in self.pools.values()}
+        for role, other in ((PoolRole.PREFILL, PoolRole.DECODE), (PoolRole.DECODE, PoolRole.PREFILL)):
+            if role in roles and not roles - {role}:
+                raise ValueError(
+                    f"pools: all of them have the role {str(role)!r}; add one with the role {str(other)!r}, or make "
+                    "them mixed"
+                )
+        if PoolRole.PREFILL in roles and self.kv_transfer.kv_connector is None:
+            raise ValueError(
+                "kv_transfer.kv_connector is not set, and a pool has the role 'prefill', whose KV others need; "
+                "set it to PullConnector, or make the pool mixed"
+            )
+        return self
+
+    @property
+    def is_disaggregated(self) -> bool:
+        """Some ranks compute prompts only."""
+        return any(pool.role is PoolRole.PREFILL for pool in self.pools.values())
 
     @property
     def num_ranks(self) -> int:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -15,6 +17,7 @@ from pydantic.fields import FieldInfo
 from typer.core import TyperCommand
 
 from cluster.config import CPU_SCHEDULER_DEFAULTS, ModelConfig, PoolConfig, RouterConfig
+from kv_transfer.config import KVTransferConfig
 from rank_scheduler.config import CacheConfig, SchedulerConfig, SpeculativeConfig
 
 _SECTIONS: tuple[tuple[str, type[BaseModel], str], ...] = (
@@ -24,6 +27,7 @@ _SECTIONS: tuple[tuple[str, type[BaseModel], str], ...] = (
     ("cache", CacheConfig, "KV cache"),
     ("scheduler", SchedulerConfig, "Scheduler: steps"),
     ("scheduler.speculative", SpeculativeConfig, "Speculative decoding"),
+    ("kv_transfer", KVTransferConfig, "KV transfer"),
 )
 _SCHEDULER_PANELS: dict[str, tuple[str, ...]] = {
     "Scheduler: order and admission": (
@@ -39,7 +43,6 @@ _SCHEDULER_PANELS: dict[str, tuple[str, ...]] = {
     "KV loads": (
         "max_num_inflight_kv_loads",
         "max_async_kv_loads_per_step",
-        "kv_load_failure_policy",
         "max_kv_load_retries",
     ),
     "Multimodal input": (
@@ -72,6 +75,8 @@ class Flag:
             help=self._help(),
             rich_help_panel=self.panel,
             show_default=False,
+            parser=_JsonObject.parse if declared is _JsonObject else None,
+            metavar="JSON" if declared is _JsonObject else None,
         )
         annotation = Annotated[declared | None, option]  # type: ignore[valid-type]
         return inspect.Parameter(self.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
@@ -91,10 +96,35 @@ class Flag:
 def _value_type(annotation: object) -> Any:
     """What the command line parses; what a choice is made of stays as it is."""
     members = get_args(annotation) if get_origin(annotation) is not Literal else ()
-    for member in members or (annotation,):
-        if member in (bool, int, float, str, Path) or get_origin(member) is Literal:
+    for member in members if get_origin(annotation) is not dict else ():
+        if _is_simple(member):
             return member
+    if _is_simple(annotation):
+        return annotation
+    if get_origin(annotation) is dict:
+        return _JsonObject
     raise TypeError(f"no flag can be made for {annotation!r}; give it a type that a command line can express")
+
+
+class _JsonObject(dict[str, Any]):
+    """A section whose keys are not known beforehand, as JSON text."""
+
+    @classmethod
+    def parse(cls, text: str | _JsonObject) -> _JsonObject:
+        if isinstance(text, _JsonObject):
+            return text
+        try:
+            value = json.loads(text)
+        except ValueError as error:
+            raise typer.BadParameter(f"{text!r} is not JSON ({error}); give an object, such as {{}}") from None
+        if not isinstance(value, dict):
+            raise typer.BadParameter(f"{text!r} is no JSON object; give one, such as {{}}")
+        return cls(value)
+
+
+def _is_simple(kind: object) -> bool:
+    is_choice = isinstance(kind, type) and issubclass(kind, StrEnum)
+    return is_choice or kind in (bool, int, float, str, Path) or get_origin(kind) is Literal
 
 
 def _flag_name(section: str, key: str) -> str:
@@ -107,8 +137,8 @@ def _flag_name(section: str, key: str) -> str:
 def _flags() -> Iterator[Flag]:
     for section, declared, panel in _SECTIONS:
         for key, field in declared.model_fields.items():
-            if (section, key) in {("model", "path"), ("scheduler", "speculative")}:
-                continue  # The command's argument; a section of its own.
+            if (section, key) in {("model", "path"), ("scheduler", "speculative"), ("pools.*", "role")}:
+                continue  # The command's argument; a section of its own; no role but mixed makes sense for all ranks.
             at = _PANEL_OF.get(key, panel) if section == "scheduler" else panel
             yield Flag(_flag_name(section, key), f"{section}.{key}", at, field)
 

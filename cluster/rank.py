@@ -72,6 +72,7 @@ class Rank:
             num_threads=num_threads,
             max_model_len=config.model.max_model_len,
             memory_budget_bytes=memory_budget_bytes,
+            shared_kv=config.kv_transfer.kv_connector is not None,
         )
         server = RankServer(
             runner,
@@ -84,6 +85,8 @@ class Rank:
             advertise_host=ray.util.get_node_ip_address(),
             node_id=ray.get_runtime_context().get_node_id(),
             tokenizer_path=model_dir / "tokenizer.json",
+            role=config.pools[pool].role,
+            kv_transfer=config.kv_transfer,
         )
         server.start()
         return server

@@ -13,7 +13,6 @@ import dataclasses
 import logging
 import os
 import threading
-import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
@@ -23,6 +22,7 @@ import msgspec
 from tokenizers import Tokenizer
 
 from cluster.grammar_matcher import Vocabulary
+from cluster.kv_connector import make_connector
 from cluster.rank_loop import (
     Aborted,
     Asked,
@@ -36,6 +36,7 @@ from cluster.rank_loop import (
     Submitted,
 )
 from cluster.structured_output import GrammarCompiler
+from kv_transfer.config import KVTransferConfig
 from kv_transfer.connection import Connection, Listener, connect
 from kv_transfer.wire import WireError
 from model_runner.runner import Capacity, ModelRunner
@@ -45,7 +46,7 @@ from rank_scheduler.interface import PauseState, SchedulerSetup
 from rank_scheduler.messages import Abort, Explain, Extend, RankToRouter, RouterToRank, StepFrame, Submit
 from rank_scheduler.structured_output import GrammarMatcher
 from router.control_link import ControlAddress
-from router.control_messages import ControlToRank, RankRecord, Register, Registered
+from router.control_messages import ControlToRank, PoolRole, RankRecord, Register, Registered
 from router.detokenizer import IncrementalDetokenizer
 
 logger = logging.getLogger(__name__)
@@ -75,6 +76,8 @@ class RankServer:
         advertise_host: str,
         node_id: str,
         tokenizer_path: Path,
+        role: PoolRole = PoolRole.MIXED,
+        kv_transfer: KVTransferConfig | None = None,
     ) -> None:
         """`runner` is loaded already, and has answered with `capacity`; `stop` closes it.
 
@@ -82,6 +85,10 @@ class RankServer:
         """
         config.check(capacity.max_model_len, capacity.is_encoder_decoder)
         tokenizer = Tokenizer.from_file(str(tokenizer_path))
+        kv_transfer = kv_transfer or KVTransferConfig()
+        boot_id = kv_transfer.new_engine_id()
+        connector = make_connector(kv_transfer, role, boot_id, advertise_host, secret, capacity)
+        self._connector_worker = connector.worker if connector is not None else None
         setup = SchedulerSetup(
             max_model_len=capacity.max_model_len,
             vocab_size=capacity.vocab_size,
@@ -94,6 +101,8 @@ class RankServer:
             # Every runner takes plans ahead of results: it appends sampled tokens to its batch itself.
             async_scheduling=config.resolve_async_scheduling(supported=True, device=capacity.device),
             performance=capacity.performance,
+            connector=connector.scheduler if connector is not None else None,
+            kv_load_failure_policy=kv_transfer.kv_load_failure_policy,
             make_text_decoder=lambda: IncrementalDetokenizer(tokenizer),
         )
         scheduler = config.make_scheduler(setup)
@@ -103,7 +112,14 @@ class RankServer:
             logger.warning("extension modules are missing, so the scheduler takes longer: %s", reasons)
         self._grammar_compiler = self._make_grammar_compiler(tokenizer_path, capacity)
         self._runner = runner
-        self._loop = RankLoop(scheduler, runner, self._send, self._crashed, grammar_compiler=self._grammar_compiler)
+        self._loop = RankLoop(
+            scheduler,
+            runner,
+            self._send,
+            self._crashed,
+            grammar_compiler=self._grammar_compiler,
+            connector_worker=self._connector_worker,
+        )
         self._listener = Listener(secret, self._accept)
         self._secret = secret
         self._control_address = control_address
@@ -111,7 +127,7 @@ class RankServer:
         self._record = RankRecord(
             rank_id="",
             pool=pool,
-            boot_id=uuid.uuid4().hex,
+            boot_id=boot_id,
             host=advertise_host,
             port=0,
             pid=os.getpid(),
@@ -120,6 +136,7 @@ class RankServer:
             max_num_seqs=config.max_num_seqs,
             num_blocks=capacity.num_blocks - 1,
             block_size=capacity.block_size,
+            role=role,
         )
         self._connections: dict[int, Connection] = {}
         self._next_owner = 0
@@ -144,10 +161,12 @@ class RankServer:
     # ---- any thread ----
 
     def start(self) -> str:
-        """Start both threads and register; returns the rank id.
+        """Start the threads and register; returns the rank id.
 
         Raises TimeoutError with what kept it from registering, or what ended a thread; the rank is stopped then.
         """
+        if self._connector_worker is not None:
+            self._connector_worker.start(self._runner.kv_memory(), self._loop.post)
         self._loop.start()
         self._io_thread.start()
         try:
@@ -168,7 +187,10 @@ class RankServer:
         """
         self._call_io(self._stop_requested.set)
         self._io_thread.join(timeout_s)
-        if self._loop.stop(timeout_s):
+        has_ended = self._loop.stop(timeout_s)
+        if self._connector_worker is not None:
+            self._connector_worker.close(timeout_s)
+        if has_ended:
             self._runner.close()
         else:
             logger.warning("the step loop has not ended within %.1f s", timeout_s)
@@ -210,6 +232,7 @@ class RankServer:
             "num_refused_connections": self._listener.num_refused,
             "load": msgspec.structs.asdict(self._loop.load),
             "latest_interval": dataclasses.asdict(self._loop.stats),
+            "kv_transfer": dataclasses.asdict(self._connector_worker.stats()) if self._connector_worker else None,
         }
 
     # ---- the compiler's threads ----

@@ -17,5 +17,7 @@ def router_settings(config: ClusterConfig, *, model_dir: Path, model_name: str, 
         max_body_bytes=config.router.max_body_bytes,
         policy=config.scheduler.policy,
         stream_interval=config.scheduler.stream_interval,
+        remote_prefill_min_tokens=config.router.remote_prefill_min_tokens if config.is_disaggregated else None,
+        pd_fallback=config.router.pd_fallback,
         rank_silence_timeout_s=config.router.rank_silence_timeout_s,
     )

@@ -56,7 +56,9 @@ class KVTransferConfig(BaseModel):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.kv_connector is None:
-            given = sorted(self.model_fields_set - {"kv_connector", "kv_load_failure_policy"})
+            given = [
+                name for name, field in type(self).model_fields.items() if getattr(self, name) != field.get_default()
+            ]
             if given:
                 raise ValueError(
                     f"{given[0]} is {getattr(self, given[0])!r}, and kv_connector is not set: name one, or leave "

@@ -23,12 +23,10 @@ import numpy.typing as npt
 from kv_transfer.config import KvRole, KVTransferConfig
 from kv_transfer.geometry import Geometry
 from kv_transfer.memory import KvMemory
+from kv_transfer.params import KvParams
 
 RequestKey = tuple[int, int]
 """A request on this rank: its owner's number, and the number that its owner gave it."""
-
-KvParams = dict[str, bool | int | str | list[int]]
-"""What one rank's connector tells another's, through the router: `Submit.kv_transfer_params`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,10 +155,10 @@ class ConnectorStats:
     """Sums since the start."""
 
     num_loads: int = 0
-    """Asynchronous loads that ended well."""
+    """Loads that ended well."""
     num_loaded_bytes: int = 0
     load_failures: dict[str, int] = field(default_factory=dict)
-    """By reason (`kv_transfer.transport.FailureReason`)."""
+    """By reason (`kv_transfer.transport.FailureReason`, of stores `kv_transfer.block_store.StoreReason`)."""
     load_seconds: list[int] = field(default_factory=lambda: [0] * (len(LOAD_SECONDS_BOUNDS) + 1))
     """Loads by duration, from start to end: how many were within each bound, and beyond the last."""
     num_leases: int = 0
@@ -171,6 +169,13 @@ class ConnectorStats:
     """Loads by transport."""
     num_rejected_params: int = 0
     """Requests whose `params` could not be acted upon, and which were served without."""
+    num_stored_blocks: int = 0
+    """Blocks that were written into a store."""
+    num_stored_bytes: int = 0
+    num_evicted_blocks: int = 0
+    """Blocks that a store has given up for others."""
+    store_failures: dict[str, int] = field(default_factory=dict)
+    """Blocks that were not stored, or were found unusable, by reason (`kv_transfer.block_store.StoreReason`)."""
 
 
 class WorkerConnector(Protocol):
@@ -225,6 +230,8 @@ class ConnectorContext:
     geometry: Geometry
     ports: dict[str, int] = field(default_factory=dict)
     """Filled by worker halves within `start`, by connector: what they listen on. Scheduler halves look it up."""
+    common: dict[str, object] = field(default_factory=dict)
+    """What the two halves of a connector have in common, such as an index that may be asked from any thread."""
 
 
 class KvConnector(Protocol):

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kv_transfer.connector import KvParams
+from kv_transfer.params import KvParams
 
 _Count = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 _BlockId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]

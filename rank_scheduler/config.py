@@ -189,16 +189,11 @@ class SchedulerConfig(_Section):
         default="least_lost",
         description="Who gives up its blocks: the one that loses least computed work, or the last admitted.",
     )
-    kv_load_failure_policy: Literal["recompute", "fail"] = Field(
-        default="recompute",
-        description="After a failed KV load: compute what is missing (or load again, see max_kv_load_retries), or end "
-        "the request, which then is never tried again.",
-    )
     max_kv_load_retries: int = Field(
         default=1,
         ge=0,
-        description="How often a KV load that left nothing to keep is tried again, with recompute; after one that left "
-        "something, the rest is computed.",
+        description="How often a KV load that left nothing to keep is tried again, where kv_transfer has failed loads "
+        "recomputed; after one that left something, the rest is computed.",
     )
     speculative: SpeculativeConfig | None = Field(default=None, description="Speculative decoding. None: off.")
 

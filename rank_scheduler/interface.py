@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
+from typing import Literal, Protocol
 
 from kv_transfer.connector import LoadFenced, LoadFinished, SchedulerConnector, SendFinished
 from rank_scheduler.config import SchedulerConfig
@@ -59,6 +59,8 @@ class SchedulerSetup:
     """Plan step N + 1 while step N is computed; `SchedulerConfig.async_scheduling`, resolved for this rank."""
     emit_kv_events: bool = False
     connector: SchedulerConnector | None = None
+    kv_load_failure_policy: Literal["recompute", "fail"] = "recompute"
+    """After a failed load: compute what is missing (or load again, see `max_kv_load_retries`), or end the request."""
     performance: PerformanceModel | None = None
     make_text_decoder: Callable[[], TextDecoder] = field(default=_no_decoder)
 

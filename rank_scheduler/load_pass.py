@@ -99,7 +99,7 @@ class LoadPass:
             sequence.num_load_failures += 1
             state.stats.num_failed_loads += 1
             sequence.note(RequestEvent.LOAD_FAILED, now, cause)
-            if state.config.kv_load_failure_policy == "fail":
+            if state.setup.kv_load_failure_policy == "fail":
                 state.fail(sequence, f"its KV could not be loaded ({cause}); send the request again", now)
                 # As if its load were still to end.
                 if event.is_fenced:

@@ -13,7 +13,7 @@ from typing import Annotated
 
 import msgspec
 
-from kv_transfer.connector import KvParams
+from kv_transfer.params import KvParams
 
 # A rank keeps these in arrays: what does not fit must be refused with the message, not in the middle of a step.
 Int63 = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]

@@ -270,7 +270,7 @@ class RankState:
             self.stats.num_failed_loads += 1
             sequence.num_load_failures += 1
             sequence.note(RequestEvent.LOAD_FAILED, now, cause)
-            if self.config.kv_load_failure_policy == "fail":
+            if self.setup.kv_load_failure_policy == "fail":
                 self.fail(sequence, f"its KV could not be loaded ({cause}); send the request again", now)
             else:
                 self._restart(slot, now, cause)

@@ -7,7 +7,8 @@ from enum import StrEnum
 
 import msgspec
 
-from kv_transfer.connector import KvParams, KvRequest
+from kv_transfer.connector import KvRequest
+from kv_transfer.params import KvParams
 from rank_scheduler.messages import Extend, FinishReason, Submit, TimelineEntry
 from rank_scheduler.ngram import NgramIndex
 from rank_scheduler.plan import Int32Array

@@ -31,7 +31,8 @@ class Delta:
 class Choice:
     """Filled by its rank's link, in callbacks; emptied by its request's task.
 
-    A link calls `add_token` and `prefill_done` any number of times and then exactly one of `finish` and `fail`.
+    A link calls `add_token` and `prefill_done` any number of times and then exactly one of `finish` and `fail`. When
+    its rank hands it off, another link goes on with it.
     The task hears of the first token at once, then of every `stream_interval` tokens, and of the end.
     """
 
@@ -40,19 +41,23 @@ class Choice:
         "_logprobs",
         "_min_tokens",
         "_num_taken_tokens",
+        "_on_handoff",
         "_on_prefill_done",
         "_stop_text",
         "_stream_interval",
         "_tokens",
         "_wants_logprobs",
+        "_was_handed_off",
         "end",
         "error",
+        "generated",
+        "handed_off_at",
         "index",
         "is_dirty",
         "is_prefilled",
         "last_delta_at",
         "notify",
-        "num_generated_tokens",
+        "num_cached_tokens",
     )
 
     def __init__(
@@ -63,16 +68,23 @@ class Choice:
         stream_interval: int,
         notify: Callable[[Choice], None],
         on_prefill_done: Callable[[], None],
+        on_handoff: Callable[[Choice, End], None],
     ) -> None:
         self.index = index
         self.end: End | None = None
         self.error: ApiError | None = None
-        self.num_generated_tokens = 0
+        self.generated: list[int] = []
+        """All its tokens so far, wherever they came from."""
+        self.num_cached_tokens = 0
+        """Prompt tokens that the rank which computed the prompt found in its prefix cache."""
         self.is_prefilled = False
         self.is_dirty = False
         self.last_delta_at: float | None = None
+        self.handed_off_at: float | None = None
+        """Since when it waits for the first token of the rank that goes on with it."""
         self.notify = notify
         self._on_prefill_done = on_prefill_done
+        self._on_handoff = on_handoff
         self._stream_interval = stream_interval
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
@@ -81,6 +93,11 @@ class Choice:
         self._stop_text = StopText(sampling.stop) if sampling.stop else None
         self._min_tokens = sampling.min_tokens
         self._num_taken_tokens = 0
+        self._was_handed_off = False
+
+    @property
+    def num_generated_tokens(self) -> int:
+        return len(self.generated)
 
     @property
     def is_ended(self) -> bool:
@@ -88,12 +105,12 @@ class Choice:
 
     def add_token(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
         self._tokens.append(token_id)
-        self.num_generated_tokens += 1
+        self.generated.append(token_id)
         if self._wants_logprobs:
             self._logprobs.append(logprobs or _UNKNOWN_LOGPROBS)
         if not self.is_prefilled:
             self.prefill_done()
-        if not self.is_dirty and (self.num_generated_tokens == 1 or len(self._tokens) >= self._stream_interval):
+        if not self.is_dirty and (len(self.generated) == 1 or len(self._tokens) >= self._stream_interval):
             self.is_dirty = True
             self.notify(self)
 
@@ -104,7 +121,11 @@ class Choice:
 
     def finish(self, end: End, rank_id: str) -> None:
         """The rank's last word."""
-        if end.reason is FinishReason.ERROR and end.is_request_fault:
+        if end.reason is FinishReason.HANDOFF:
+            self.num_cached_tokens = end.num_cached_tokens
+            self._was_handed_off = True
+            self._on_handoff(self, end)
+        elif end.reason is FinishReason.ERROR and end.is_request_fault:
             self.fail(invalid(end.message))
         elif end.reason is FinishReason.ERROR:
             self.fail(ApiError(Cause.RANK_ERROR, f"rank {rank_id} could not finish the request: {end.message}"))
@@ -113,6 +134,8 @@ class Choice:
                 ApiError(Cause.RANK_LOST, f"rank {rank_id} stopped the request {end.message}".rstrip() + "; try again")
             )
         else:
+            if not self._was_handed_off:
+                self.num_cached_tokens = end.num_cached_tokens
             self.end = end
             self._mark_dirty()
 

@@ -7,7 +7,19 @@ restarted control actor learns the counts from those who own them.
 
 from __future__ import annotations
 
+from enum import StrEnum
+
 import msgspec
+
+
+class PoolRole(StrEnum):
+    """What the ranks of a pool are for."""
+
+    MIXED = "mixed"
+    PREFILL = "prefill"
+    """Compute prompts, up to the first token, for others to go on."""
+    DECODE = "decode"
+    """Go on with what prefill ranks have computed; short prompts they compute themselves."""
 
 
 class RankRecord(msgspec.Struct, frozen=True):
@@ -27,6 +39,7 @@ class RankRecord(msgspec.Struct, frozen=True):
     num_blocks: int
     """Usable blocks (the null block not counted)."""
     block_size: int
+    role: PoolRole = PoolRole.MIXED
 
 
 class Register(msgspec.Struct, frozen=True, tag="register"):

@@ -14,9 +14,10 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from rank_scheduler.messages import RankLoad
-from router.control_messages import QueueCounts, RankRecord
+from router.control_messages import PoolRole, QueueCounts, RankRecord
 from router.errors import ApiError, Cause
 from router.peer import PeerFault
+from router.placement import Leg
 
 _FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80)
 _TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.4, 0.8, 1.6)
@@ -93,6 +94,18 @@ class RouterMetrics:
             buckets=_REQUEST_BUCKETS,
             registry=self.registry,
         )
+        self._routed = Counter(
+            "serried_routed",
+            "Choices by the part that a rank was asked for (whole, prefill) and the role of the rank's pool.",
+            ["leg", "role"],
+            registry=self.registry,
+        )
+        self.handoff = Histogram(
+            "serried_handoff_seconds",
+            "From the end of a prefill rank's part to the first token of the rank that goes on.",
+            buckets=_FIRST_TOKEN_BUCKETS,
+            registry=self.registry,
+        )
         self._peer_faults = Counter(
             "serried_peer_faults",
             "What went wrong with the router's peers (rank, control), by fault; each cost a connection at most.",
@@ -121,6 +134,9 @@ class RouterMetrics:
         """Count a request that was given up after a rank had it."""
         self._outcomes.labels("dropped").inc()
         self._causes.labels(str(error.cause)).inc()
+
+    def routed(self, leg: Leg, role: PoolRole) -> None:
+        self._routed.labels(str(leg), str(role)).inc()
 
     def peer_fault(self, peer: str, fault: PeerFault) -> None:
         self._peer_faults.labels(peer, str(fault)).inc()

@@ -8,11 +8,40 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
 from rank_scheduler.messages import RankLoad
+from router.control_messages import PoolRole
 
 TOKENS_PER_SEQUENCE = 64
 """What a sequence on a rank weighs beside its waiting prompt tokens: it takes a token of each step while it runs."""
+
+
+class Leg(StrEnum):
+    """What part of a request a rank is to compute."""
+
+    WHOLE = "whole"
+    PREFILL = "prefill"
+    """Its prompt and its first token."""
+    DECODE = "decode"
+    """All but its first token, with KV that a prefill rank has."""
+
+
+_ROLES: dict[Leg, tuple[frozenset[PoolRole], frozenset[PoolRole]]] = {
+    Leg.WHOLE: (frozenset({PoolRole.MIXED, PoolRole.DECODE}), frozenset({PoolRole.PREFILL})),
+    Leg.PREFILL: (frozenset({PoolRole.PREFILL}), frozenset({PoolRole.MIXED, PoolRole.DECODE})),
+    Leg.DECODE: (frozenset({PoolRole.MIXED, PoolRole.DECODE}), frozenset({PoolRole.PREFILL})),
+}
+"""Roles that are made for a leg, and those that can take it if none of the others is there."""
+
+
+def suitable(roles: Sequence[PoolRole], leg: Leg, *, falls_back: bool) -> list[int]:
+    """Indices of the ranks that may take this leg; `falls_back`: any rank may, rather than none."""
+    made_for_it, others = _ROLES[leg]
+    found = [index for index, role in enumerate(roles) if role in made_for_it]
+    if found or not falls_back:
+        return found
+    return [index for index, role in enumerate(roles) if role in others]
 
 
 @dataclass(frozen=True, slots=True)

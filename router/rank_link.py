@@ -97,14 +97,16 @@ class RankLink:
     def candidate(self) -> Candidate:
         return Candidate(self.load, len(self._unseen), self._num_unseen_tokens)
 
-    def submit(self, prepared: Submit, choice: Choice) -> int:
-        """Send what is prepared, under an id of the link's own, to the rank; returns the id to abort it by."""
+    def submit(self, prepared: Submit, choice: Choice, num_new_tokens: int) -> int:
+        """Send what is prepared, under an id of the link's own, to the rank; returns the id to abort it by.
+
+        `num_new_tokens`: how many of its tokens the rank has to compute, as far as is known here.
+        """
         request_id = self._next_id
         self._next_id += 1
         self._live[request_id] = choice
-        num_tokens = len(prepared.token_ids) // 4
-        self._unseen[request_id] = _Unseen(self.load.num_steps, num_tokens)
-        self._num_unseen_tokens += num_tokens
+        self._unseen[request_id] = _Unseen(self.load.num_steps, num_new_tokens)
+        self._num_unseen_tokens += num_new_tokens
         if not self._connection.send(self._encoder.encode(msgspec.structs.replace(prepared, id=request_id))):
             self._forget(request_id)
             choice.fail(self._lost("closed"))

@@ -17,7 +17,7 @@ from router.control_messages import RankRecord
 from router.errors import ApiError, Cause
 from router.explanation import RankAnswer
 from router.peer import PeerFault, keep_connected
-from router.placement import least_loaded
+from router.placement import Leg, least_loaded, suitable
 from router.rank_link import RankLink
 
 logger = logging.getLogger(__name__)
@@ -37,8 +37,11 @@ class RankPool:
         wait_timeout_s: float,
         silence_timeout_s: float,
         count: Callable[[PeerFault], None],
+        falls_back: bool = True,
     ) -> None:
+        """`falls_back`: where ranks of the right role are missing, others take their part."""
         self._secret = secret
+        self._falls_back = falls_back
         self._name = name
         self._wait_timeout_s = wait_timeout_s
         self._silence_timeout_s = silence_timeout_s
@@ -89,13 +92,29 @@ class RankPool:
                 keeper.add_done_callback(partial(self._on_kept, boot_id))
         self._wake()
 
-    async def pick(self) -> RankLink:
-        """The rank for a new prompt, to be submitted at once; waits a little while no rank can take it.
+    def expects(self, leg: Leg) -> bool:
+        """Whether a rank that is made for this leg is connected, or must be waited for."""
+        return not self._falls_back or bool(suitable([link.record.role for link in self.links], leg, falls_back=False))
 
-        Raises ApiError if there still is none.
+    def find(self, leg: Leg, preferred: RankLink | None = None) -> RankLink | None:
+        """The rank for this leg of a request, to be submitted at once; None if no rank can take it now.
+
+        Of ranks that only fall back to it, `preferred` is taken, if it is one.
         """
+        links = [link for link in self.links if link.has_room]
+        found = suitable([link.record.role for link in links], leg, falls_back=self._falls_back)
+        if not found:
+            return None
+        links = [links[index] for index in found]
+        if preferred in links:
+            return preferred
+        self._turn += 1
+        return links[least_loaded([link.candidate() for link in links], self._turn)]
+
+    async def pick(self, leg: Leg, preferred: RankLink | None = None) -> RankLink:
+        """As `find`; waits a little while no rank can take it. Raises ApiError if there still is none."""
         deadline = asyncio.get_running_loop().time() + self._wait_timeout_s
-        while not (links := [link for link in self.links if link.has_room]):
+        while (link := self.find(leg, preferred)) is None:
             changed = self._changed
             try:
                 async with asyncio.timeout_at(deadline):
@@ -103,11 +122,14 @@ class RankPool:
             except TimeoutError:
                 raise ApiError(
                     Cause.NO_RANK_AVAILABLE,
-                    f"no rank can take the request ({self.num_members} known, {len(self.links)} connected); "
-                    f"waited {self._wait_timeout_s:g} s for one, try again later",
+                    f"no rank can take the request ({self.num_members} known, {len(self.links)} connected, "
+                    f"{self._num_suitable(leg)} of them for its {leg} part); waited {self._wait_timeout_s:g} s for "
+                    "one, try again later",
                 ) from None
-        self._turn += 1
-        return links[least_loaded([link.candidate() for link in links], self._turn)]
+        return link
+
+    def _num_suitable(self, leg: Leg) -> int:
+        return len(suitable([link.record.role for link in self.links], leg, falls_back=self._falls_back))
 
     async def explain(self, request_id: str, timeout_s: float) -> list[RankAnswer]:
         """What each connected rank knows of a request, those included that are no members any more."""

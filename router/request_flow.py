@@ -13,13 +13,17 @@ import struct
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from rank_scheduler.messages import SamplingParams, Submit
+import msgspec
+
+from rank_scheduler.messages import End, SamplingParams, Submit
 from router.choice import Choice, Delta
 from router.control_link import ControlLink
+from router.control_messages import PoolRole
 from router.errors import ApiError, Cause, invalid
 from router.explanation import InRouter, RouterStage
 from router.grammar_check import GrammarChecker
 from router.metrics import RouterMetrics
+from router.placement import Leg
 from router.protocol import (
     DEFAULT_COMPLETION_MAX_TOKENS,
     MAX_NUM_PROMPT_TOKENS,
@@ -49,14 +53,19 @@ class RequestFlow:
         max_model_len: int,
         policy: str,
         stream_interval: int,
+        remote_prefill_min_tokens: int | None,
         on_close: Callable[[RequestFlow], None],
     ) -> None:
-        """`request_id`: the answer's public id; `policy`: the ranks' scheduling policy."""
+        """`request_id`: the answer's public id; `policy`: the ranks' scheduling policy.
+
+        `remote_prefill_min_tokens`: shorter prompts are not worth a prefill rank; None: there are no such ranks.
+        """
         self.request = request
         self.num_prompt_tokens = 0
         self.request_id = request_id
         self._policy = policy
         self._stream_interval = stream_interval
+        self._remote_prefill_min_tokens = remote_prefill_min_tokens
         self._tokenizer = tokenizer
         self._grammar_checker = grammar_checker
         self._control = control
@@ -69,7 +78,12 @@ class RequestFlow:
         self._key: int | None = None
         self._stage = RouterStage.ADMISSION
         self._choices: list[Choice] = []
-        self._submitted: list[tuple[RankLink, int]] = []
+        self._submits: list[Submit] = []
+        """Of each choice, as it was first sent."""
+        self._places: dict[int, tuple[RankLink, int]] = {}
+        """Choice → the link that it was last submitted to, and its id there."""
+        self._moves: set[asyncio.Task[None]] = set()
+        """Each waits for a rank that goes on with a choice. Owned by the flow until `close`."""
         self._num_open = 0
         self._dirty: list[Choice] = []
         self._wake = asyncio.Event()
@@ -94,7 +108,7 @@ class RequestFlow:
     def num_cached_tokens(self) -> int:
         """Prompt tokens found in the prefix cache, each prompt counted once, as the prompt tokens are."""
         firsts = self._choices[:: self.request.num_choices]
-        return sum(choice.end.num_cached_tokens for choice in firsts if choice.end is not None)
+        return sum(choice.num_cached_tokens for choice in firsts)
 
     async def begin(self) -> None:
         """Everything up to the submit. Raises ApiError if the request is refused."""
@@ -120,7 +134,8 @@ class RequestFlow:
         self._stage = RouterStage.PLACEMENT
         seed = request.seed if request.seed is not None else int.from_bytes(os.urandom(8), "little")
         for prompt_index, prompt in enumerate(prompts):
-            link = await self._pool.pick()
+            leg = self._first_leg(len(prompt))
+            link = await self._pool.pick(leg)
             self._raise_error()
             token_ids = struct.pack(f"<{len(prompt)}i", *prompt)
             # Equal prompts of one request answer alike under a given seed, as they would if sent one by one;
@@ -128,7 +143,7 @@ class RequestFlow:
             base = seed if request.seed is not None else seed + prompt_index * request.num_choices
             for choice_index in range(request.num_choices):
                 sampling = self._sampling((base + choice_index) & _UINT64, max_tokens[prompt_index])
-                self._submit(link, token_ids, sampling)
+                self._submit(leg, link, token_ids, sampling)
 
     async def next(self) -> list[Delta]:
         """What has come since the last call; waits until there is something. Raises ApiError if the request failed.
@@ -157,7 +172,7 @@ class RequestFlow:
 
     def in_router(self) -> InRouter | None:
         """What those sequences wait for that no rank has yet; None if there are none."""
-        num_sequences = self.request.num_sequences - len(self._choices)
+        num_sequences = self.request.num_sequences - len(self._choices) + len(self._moves)
         if num_sequences == 0:
             return None
         figures = {"num_sequences": num_sequences}
@@ -186,14 +201,16 @@ class RequestFlow:
         if self._is_closed:
             return
         self._is_closed = True
-        for link, request_id in self._submitted:
+        for move in self._moves:
+            move.cancel()
+        for link, request_id in self._places.values():
             link.abort(request_id)
         if self._key is not None:
             self._control.release(self._key)
         self._metrics.num_in_flight.dec()
         if error is None:
             self._metrics.finished(self._loop.time() - self._arrived_at)
-        elif self._submitted:
+        elif self._places:
             self._metrics.dropped(error)
         else:
             self._metrics.rejected(error)
@@ -203,19 +220,27 @@ class RequestFlow:
         if self._error is not None:
             raise self._error
 
-    def _submit(self, link: RankLink, token_ids: bytes, sampling: SamplingParams) -> None:
-        on_prefill_done = partial(self._prefill_done, len(token_ids) // 4)
+    def _first_leg(self, num_tokens: int) -> Leg:
+        """Whether a prefill rank computes this prompt, and another goes on."""
+        least = self._remote_prefill_min_tokens
+        return Leg.WHOLE if least is None or num_tokens < least else Leg.PREFILL
+
+    def _submit(self, leg: Leg, link: RankLink, token_ids: bytes, sampling: SamplingParams) -> None:
+        num_tokens = len(token_ids) // 4
         choice = Choice(
             len(self._choices),
             self._tokenizer.tokenizer,
             sampling,
             self._stream_interval,
             self._notify,
-            on_prefill_done,
+            partial(self._prefill_done, num_tokens),
+            self._on_handoff,
         )
         self._choices.append(choice)
         self._num_open += 1
         request, asked = self.request, self.request.output_grammar
+        # With nobody there who could go on, the prefill rank had better keep it.
+        hands_off = leg is Leg.PREFILL and link.record.role is PoolRole.PREFILL and self._pool.expects(Leg.DECODE)
         prepared = Submit(
             0,
             token_ids,
@@ -225,8 +250,47 @@ class RequestFlow:
             cache_salt=request.cache_salt or "",
             reads_prefix_cache=not request.skip_reading_prefix_cache,
             grammar=None if asked is None else asked[1],
+            hands_off=hands_off,
+            kv_transfer_params={"do_remote_decode": True} if hands_off else None,
         )
-        self._submitted.append((link, link.submit(prepared, choice)))
+        self._metrics.routed(leg, link.record.role)
+        self._submits.append(prepared)
+        self._places[choice.index] = (link, link.submit(prepared, choice, num_tokens))
+
+    def _on_handoff(self, choice: Choice, end: End) -> None:
+        """Its prompt is computed; find a rank that goes on, with the KV that `end` tells where to get."""
+        if self._is_closed:
+            return
+        handed_off_at = self._loop.time()
+        before, _ = self._places[choice.index]
+        link = self._pool.find(Leg.DECODE, before)
+        if link is not None:
+            self._go_on(choice, link, end, handed_off_at)
+            return
+        move = self._loop.create_task(self._move(choice, before, end, handed_off_at))
+        self._moves.add(move)
+        move.add_done_callback(self._moves.discard)
+
+    async def _move(self, choice: Choice, before: RankLink, end: End, handed_off_at: float) -> None:
+        try:
+            link = await self._pool.pick(Leg.DECODE, before)
+        except ApiError as error:
+            choice.fail(error)
+        else:
+            self._go_on(choice, link, end, handed_off_at)
+
+    def _go_on(self, choice: Choice, link: RankLink, end: End, handed_off_at: float) -> None:
+        first = self._submits[choice.index]
+        prepared = msgspec.structs.replace(
+            first,
+            token_ids=first.token_ids + struct.pack(f"<{len(choice.generated)}i", *choice.generated),
+            num_generated=len(choice.generated),
+            hands_off=False,
+            kv_transfer_params=end.kv_transfer_params,
+        )
+        num_new_tokens = 1 if end.kv_transfer_params else len(prepared.token_ids) // 4
+        choice.handed_off_at = handed_off_at
+        self._places[choice.index] = (link, link.submit(prepared, choice, num_new_tokens))
 
     def _notify(self, choice: Choice) -> None:
         self._dirty.append(choice)
@@ -242,6 +306,9 @@ class RequestFlow:
                 self._metrics.time_to_first_token.observe(now - self._arrived_at)
         elif num_tokens:
             self._metrics.inter_token_latency.observe((now - choice.last_delta_at) / num_tokens)
+            if choice.handed_off_at is not None:
+                self._metrics.handoff.observe(now - choice.handed_off_at)
+                choice.handed_off_at = None
         choice.last_delta_at = now
 
     async def _tokenize(self) -> list[list[int]]:

@@ -45,6 +45,12 @@ class RouterSettings(BaseModel):
     stream_interval: int = Field(
         default=1, ge=1, description="Tokens between a stream's events; the first and the last are sent at once."
     )
+    remote_prefill_min_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="Prompts from this length on are computed on a prefill rank. None: there are no such ranks.",
+    )
+    pd_fallback: bool = Field(default=True, description="Any rank takes any part of a request, rather than none.")
     rank_silence_timeout_s: float = Field(
         default=10.0, gt=0, description="A rank that sends nothing for so long counts as lost; it should every second."
     )
@@ -94,6 +100,7 @@ class RouterService:
             wait_timeout_s=settings.rank_wait_timeout_s,
             silence_timeout_s=settings.rank_silence_timeout_s,
             count=partial(self.metrics.peer_fault, "rank"),
+            falls_back=settings.pd_fallback,
         )
         self._control = ControlLink(
             control_address,
@@ -124,6 +131,7 @@ class RouterService:
             max_model_len=self.settings.max_model_len,
             policy=self.settings.policy,
             stream_interval=self.settings.stream_interval,
+            remote_prefill_min_tokens=self.settings.remote_prefill_min_tokens,
             on_close=self._on_flow_closed,
         )
         self._flows.add(flow)

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from cluster.cli import app
 from cluster.config import ClusterConfig, ConfigError, ModelConfig, PoolConfig, RouterConfig, load_config
 from cluster.flags import FLAGS
+from kv_transfer.config import KVTransferConfig
 from rank_scheduler.config import CacheConfig, SchedulerConfig, SpeculativeConfig
 from rank_scheduler.messages import Explanation
 from rank_scheduler.sequence import RequestEvent, WaitReason
@@ -193,6 +194,19 @@ OTHER_SECTIONS: dict[str, dict[str, Any]] = {
         "ha_proxy": "off",
         "max_body_bytes": 2048,
         "rank_silence_timeout_s": 3.5,
+        "remote_prefill_min_tokens": 7,
+        "pd_fallback": False,
+    },
+    "kv_transfer": {
+        "kv_connector": "OffloadConnector",
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": {"size_gib": 2},
+        "kv_connector_module_path": "some.module",
+        "kv_load_failure_policy": "fail",
+        "kv_buffer_device": "cpu",
+        "kv_ip": "10.0.0.1",
+        "kv_port": 14579,
+        "engine_id": "e",
     },
 }
 KEYS: dict[str, Any] = {
@@ -200,6 +214,13 @@ KEYS: dict[str, Any] = {
     **{f"scheduler.speculative.{field}": value for field, value in SPECULATIVE.items()},
     **{f"{section}.{key}": value for section, keys in OTHER_SECTIONS.items() for key, value in keys.items()},
 }
+
+
+NEEDED: dict[str, dict[str, Any]] = {
+    "speculative": {"num_speculative_tokens": 1},
+    "kv_transfer": {"kv_connector": "PullConnector"},
+}
+"""What a section must have for any other of its keys."""
 
 
 def at(config: ClusterConfig, path: str) -> object:
@@ -223,8 +244,9 @@ def default_of(path: str) -> object:
         ("scheduler.speculative", SpeculativeConfig, set()),
         ("model", ModelConfig, {"path"}),
         ("cache", CacheConfig, set()),
-        ("pools.*", PoolConfig, set()),
+        ("pools.*", PoolConfig, {"role"}),
         ("router", RouterConfig, set()),
+        ("kv_transfer", KVTransferConfig, set()),
     ],
 )
 def test_every_key_has_a_flag(section: str, declared: type[Any], elsewhere: set[str]) -> None:
@@ -241,8 +263,7 @@ def test_every_key_is_reached_from_the_file(path: str, tmp_path: Path) -> None:
     section = values
     for parent in parents:
         section = section.setdefault(parent, {})
-    if parents[-1] == "speculative":
-        section["num_speculative_tokens"] = 1
+    section.update(NEEDED.get(parents[-1], {}))
     section[key] = KEYS[path]
     file = tmp_path / "serve.yaml"
     file.write_text(yaml.safe_dump(values))
@@ -270,14 +291,36 @@ def serve_with(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> Cluster
 def test_every_key_is_reached_by_its_flag(flag: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     value = KEYS[flag.path]
     name = flag.name.replace("_", "-")
-    arguments = [f"--{name}" if value else f"--no-{name}"] if isinstance(value, bool) else [f"--{name}", str(value)]
+    text = json.dumps(value) if isinstance(value, dict) else str(value)
+    arguments = [f"--{name}" if value else f"--no-{name}"] if isinstance(value, bool) else [f"--{name}", text]
     overrides = {flag.path: value}
     if flag.path.startswith("scheduler.speculative.") and flag.name != "speculative_num_tokens":
         arguments += ["--speculative-num-tokens", "1"]
         overrides["scheduler.speculative.num_speculative_tokens"] = 1
+    if flag.path.startswith("kv_transfer.") and flag.name != "kv_connector":
+        arguments += ["--kv-connector", "PullConnector"]
+        overrides["kv_transfer.kv_connector"] = "PullConnector"
     config = serve_with(arguments, monkeypatch)
     assert at(config, flag.path) == value
     assert config == load_config(None, overrides)  # The flag changes nothing else.
+
+
+@pytest.mark.parametrize(
+    ("pools", "kv_transfer", "named"),
+    [
+        ({"a": {"role": "prefill"}}, {"kv_connector": "PullConnector"}, "add one with the role 'decode'"),
+        ({"a": {"role": "decode"}}, {"kv_connector": "PullConnector"}, "add one with the role 'prefill'"),
+        ({"a": {"role": "prefill"}, "b": {}}, {}, "kv_transfer.kv_connector is not set"),
+        ({"a": {"role": "both"}}, {}, "'mixed', 'prefill' or 'decode'"),
+        ({}, {"kv_role": "kv_both"}, "kv_role is"),
+        ({}, {"kv_connector": "PullConnector", "kv_ip": "0.0.0.0"}, "kv_ip is '0.0.0.0'"),
+    ],
+)
+def test_roles_and_connectors_that_do_not_fit_are_refused(
+    pools: dict[str, Any], kv_transfer: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    values = {"kv_transfer": kv_transfer} | ({"pools": pools} if pools else {})
+    assert named in refusal(yaml.safe_dump(values), tmp_path)
 
 
 @pytest.mark.parametrize("switch", [flag for flag in FLAGS if isinstance(KEYS[flag.path], bool)], ids=lambda f: f.name)
@@ -337,7 +380,8 @@ def test_a_bad_flag_is_explained_by_its_key() -> None:
 def test_the_schema_describes_every_section() -> None:
     printed = CliRunner().invoke(app, ["config", "schema"])
     assert printed.exit_code == 0
-    assert set(json.loads(printed.stdout)["properties"]) == {"model", "cache", "scheduler", "pools", "router"}
+    sections = {"model", "cache", "scheduler", "pools", "router", "kv_transfer"}
+    assert set(json.loads(printed.stdout)["properties"]) == sections
 
 
 def test_every_key_is_described() -> None:

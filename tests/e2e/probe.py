@@ -1,8 +1,7 @@
 """A look into the running system's actors: connects to its Ray and answers questions, one JSON line each.
 
 A process of its own, so that neither Ray's threads nor its environment reach the tests. Run as
-`python -m tests.e2e.probe RAY_ADDRESS`; questions are `members`, `control_pid`,
-`ranks` and `check_integrity`.
+`python -m tests.e2e.probe RAY_ADDRESS POOL…`; questions are `members`, `control_pid`, `ranks` and `check_integrity`.
 """
 
 import json
@@ -23,7 +22,11 @@ def main() -> None:
     sys.stdout = sys.stderr
     ray.init(address=sys.argv[1], namespace="probe", log_to_driver=False, logging_level="ERROR")
     control = ray.get_actor(CONTROL_NAME, namespace=CONTROL_NAMESPACE)
-    ranks = serve.get_deployment_handle(pool_deployment("mixed"), APPLICATION_NAME)
+    pools = [serve.get_deployment_handle(pool_deployment(pool), APPLICATION_NAME) for pool in sys.argv[2:]]
+
+    def broadcast(method: str) -> list[Any]:
+        calls = [pool.broadcast(method) for pool in pools]
+        return [answer for call in calls for answer in call.results(timeout_s=TIMEOUT_S)]
 
     def answer(question: str) -> Any:
         match question:
@@ -32,10 +35,10 @@ def main() -> None:
             case "control_pid":
                 return ray.get(control.snapshot.remote(), timeout=TIMEOUT_S)["pid"]
             case "ranks":
-                return ranks.broadcast("stats").results(timeout_s=TIMEOUT_S)
+                return broadcast("stats")
             case "check_integrity":
                 ray.get(control.check_integrity.remote(), timeout=TIMEOUT_S)
-                return ranks.broadcast("check_integrity").results(timeout_s=TIMEOUT_S)
+                return broadcast("check_integrity")
 
     for line in sys.stdin:
         try:

@@ -96,13 +96,15 @@ class ServeProcess:
 class Served:
     """The running system, shared by all end-to-end tests of a session."""
 
-    def __init__(self, run: dict[str, Any], max_num_queued_reqs: int | None = None) -> None:
+    def __init__(
+        self, run: dict[str, Any], max_num_queued_reqs: int | None = None, pools: tuple[str, ...] = ("mixed",)
+    ) -> None:
         """`run` is what `run.json` holds."""
         self.base_url: str = run["url"]
         self.model: str = run["model"]
         self.max_num_queued_reqs = max_num_queued_reqs
         self._probe = subprocess.Popen(
-            [sys.executable, "-m", "tests.e2e.probe", run["ray_address"]],
+            [sys.executable, "-m", "tests.e2e.probe", run["ray_address"], *pools],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

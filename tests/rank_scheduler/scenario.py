@@ -42,6 +42,9 @@ class Rank(Engine):
         setup: dict[str, object] | None = None,
         **config: object,
     ) -> None:
+        setup = dict(setup or {})
+        if "kv_load_failure_policy" in config:
+            setup["kv_load_failure_policy"] = config.pop("kv_load_failure_policy")
         settings = SchedulerConfig(**({"max_num_batched_tokens": 32, "max_num_seqs": 8} | config))
         runner = SimulatedRunner(
             scheduler=settings,
@@ -62,7 +65,7 @@ class Rank(Engine):
             kv_groups=kv_groups,
             is_encoder_decoder=is_encoder_decoder,
             connector=connector,
-            **(setup or {}),
+            **setup,
         )
 
     def sequence(self, request_id: int) -> Sequence:

@@ -6,7 +6,8 @@ import random
 
 import numpy as np
 
-from kv_transfer.connector import ExternalMatch, KvParams, KvRequest, LoadFinished, RequestKey
+from kv_transfer.connector import ExternalMatch, KvRequest, LoadFinished, RequestKey
+from kv_transfer.params import KvParams
 from model_runner.simulated import SimulatedRunner
 
 

@@ -124,7 +124,6 @@ class Soak:
             "cache_aware_admission_threshold": rng.choice([0.0, 0.5]),
             "max_head_bypasses": rng.choice([0, 2, 8]),
             "preemption_policy": rng.choice(["least_lost", "last"]),
-            "kv_load_failure_policy": rng.choice(["recompute", "recompute", "fail"]),
             "max_kv_load_retries": rng.choice([0, 1]),
         }
         if speculates:
@@ -168,6 +167,7 @@ class Soak:
             async_scheduling=self.is_async,
             emit_kv_events=rng.random() < 0.3,
             connector=self.connector,
+            kv_load_failure_policy=rng.choice(["recompute", "recompute", "fail"]),
             performance=_PERFORMANCE,
         )
         self.next_id = 0

@@ -38,7 +38,6 @@ DEFAULTS: dict[str, object] = {
     "stream_interval": 1,
     "max_head_bypasses": 8,
     "preemption_policy": "least_lost",
-    "kv_load_failure_policy": "recompute",
     "max_kv_load_retries": 1,
     "speculative": None,
 }
@@ -74,7 +73,6 @@ CHANGED: dict[str, tuple[Any, bool]] = {
     "stream_interval": (3, False),
     "max_head_bypasses": (2, False),
     "preemption_policy": ("last", False),
-    "kv_load_failure_policy": ("fail", False),
     "max_kv_load_retries": (3, False),
     "speculative": ({"num_speculative_tokens": 3}, True),
 }
@@ -134,7 +132,6 @@ def test_speculation_defaults() -> None:
         ("stream_interval", 0),
         ("max_head_bypasses", -1),
         ("preemption_policy", "first"),
-        ("kv_load_failure_policy", "ignore"),
         ("max_kv_load_retries", -1),
         ("speculative", "ngram"),
         ("max_num_sequences", 4),

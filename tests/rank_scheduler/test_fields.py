@@ -710,7 +710,6 @@ def test_so_many_loads_start_in_one_step_and_others_are_not_held_up(limit, start
     assert counts == started
 
 
-@of_field("kv_load_failure_policy")
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 def test_after_a_failed_load_the_rest_is_computed_or_the_request_ends(policy):
     engine = SmallEngine(with_connector=True, kv_load_failure_policy=policy)

@@ -238,7 +238,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         _, request_id = self.draw(data, self.rank.connector.loading)
         _, _, first, last = self.rank.connector.loading[0, request_id]
         if how in ("in part", "not at all"):
-            if self.rank.scheduler.config.kv_load_failure_policy == "fail":
+            if self.rank.scheduler.setup.kv_load_failure_policy == "fail":
                 self.may_err.add(request_id)
             self.rank.end_load(request_id, 0 if how == "not at all" else (first + last) // 2, "peer lost")
         else:
