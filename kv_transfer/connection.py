@@ -151,8 +151,8 @@ class Listener:
         self._connections: set[Connection] = set()
         self.num_refused = 0
 
-    async def start(self, host: str, port: int = 0) -> int:
-        """Listen; returns the port."""
+    async def start(self, host: str, port: int = 0, *, sock: socket.socket | None = None) -> int:
+        """Listen; returns the port. `sock`: a listening socket to take over instead of `host` and `port`."""
 
         def begin(connection: Connection) -> None:
             if self._server is None:
@@ -164,8 +164,9 @@ class Listener:
             self._handshakes.add(task)
             task.add_done_callback(self._handshakes.discard)
 
+        where: dict[str, Any] = {"host": host, "port": port} if sock is None else {"sock": sock}
         self._server = await asyncio.get_running_loop().create_server(
-            lambda: Connection(_NUM_CLIENT_FRAMES, begin), host, port, start_serving=False
+            lambda: Connection(_NUM_CLIENT_FRAMES, begin), start_serving=False, **where
         )
         await self._server.start_serving()
         bound: Any = self._server.sockets[0].getsockname()
