@@ -43,7 +43,16 @@ from model_runner.runner import Capacity, ModelRunner
 from rank_scheduler.config import CacheConfig, SchedulerConfig
 from rank_scheduler.extension import why_missing
 from rank_scheduler.interface import PauseState, SchedulerSetup
-from rank_scheduler.messages import Abort, Explain, Extend, RankToRouter, RouterToRank, StepFrame, Submit
+from rank_scheduler.messages import (
+    Abort,
+    Explain,
+    Extend,
+    KvTransferLoad,
+    RankToRouter,
+    RouterToRank,
+    StepFrame,
+    Submit,
+)
 from rank_scheduler.structured_output import GrammarMatcher
 from router.control_link import ControlAddress
 from router.control_messages import ControlToRank, PoolRole, RankRecord, Register, Registered
@@ -332,9 +341,14 @@ class RankServer:
         while True:
             await asyncio.sleep(HEARTBEAT_INTERVAL_S)
             self._loop.post(StatsDue())
-            payload = self._encoder.encode(StepFrame(load=self._loop.load))
+            payload = self._encoder.encode(StepFrame(load=self._loop.load, kv_transfer=self._kv_transfer_load()))
             for connection in list(self._connections.values()):
                 connection.send(payload)
+
+    def _kv_transfer_load(self) -> KvTransferLoad | None:
+        if self._connector_worker is None:
+            return None
+        return KvTransferLoad(**dataclasses.asdict(self._connector_worker.stats()))
 
     async def _stay_registered(self) -> None:
         """Be a member as long as this rank lives: register, and again whenever the control actor was away."""

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from kv_transfer.config import KvRole, KVTransferConfig
 from kv_transfer.geometry import Geometry
 from kv_transfer.memory import KvMemory
-from kv_transfer.params import KvParams
+from kv_transfer.params import LOAD_SECONDS_BOUNDS, KvParams
 
 RequestKey = tuple[int, int]
 """A request on this rank: its owner's number, and the number that its owner gave it."""
@@ -147,9 +147,6 @@ class SchedulerConnector(Protocol):
         ...
 
 
-LOAD_SECONDS_BOUNDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
-
-
 @dataclass(slots=True)
 class ConnectorStats:
     """Sums since the start."""
@@ -161,6 +158,7 @@ class ConnectorStats:
     """By reason (`kv_transfer.transport.FailureReason`, of stores `kv_transfer.block_store.StoreReason`)."""
     load_seconds: list[int] = field(default_factory=lambda: [0] * (len(LOAD_SECONDS_BOUNDS) + 1))
     """Loads by duration, from start to end: how many were within each bound, and beyond the last."""
+    load_seconds_sum: float = 0.0
     num_leases: int = 0
     """Requests whose blocks are kept now for others to read."""
     num_expired_leases: int = 0

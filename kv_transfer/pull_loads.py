@@ -19,15 +19,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from kv_transfer.connector import (
-    LOAD_SECONDS_BOUNDS,
-    ConnectorEvent,
-    ConnectorStats,
-    LoadFenced,
-    LoadFinished,
-    RequestKey,
-)
+from kv_transfer.connector import ConnectorEvent, ConnectorStats, LoadFenced, LoadFinished, RequestKey
 from kv_transfer.kv_messages import Acquire, Confirm, Confirmed, Denied, Granted, Reply
+from kv_transfer.params import LOAD_SECONDS_BOUNDS
 from kv_transfer.pull_client import Identity, PeerLink
 from kv_transfer.pull_scheduler import LoadBlocks
 from kv_transfer.ticket import Ticket
@@ -140,6 +134,7 @@ class PullLoads:
             stats.num_loads, stats.num_loaded_bytes = ours.num_loads, ours.num_loaded_bytes
             stats.load_failures, stats.lanes = dict(ours.load_failures), dict(ours.lanes)
             stats.load_seconds = list(ours.load_seconds)
+            stats.load_seconds_sum = ours.load_seconds_sum
             stats.num_quarantined_blocks = ours.num_quarantined_blocks
 
     # ---- orders ----
@@ -214,7 +209,9 @@ class PullLoads:
                 self._stats.num_loads += 1
                 self._stats.num_loaded_bytes += len(order.local_blocks) * self._identity.geometry.block_size_bytes
                 self._stats.lanes[lane] = self._stats.lanes.get(lane, 0) + 1
-                self._stats.load_seconds[bisect.bisect_left(LOAD_SECONDS_BOUNDS, loop.time() - started_at)] += 1
+                took_s = loop.time() - started_at
+                self._stats.load_seconds[bisect.bisect_left(LOAD_SECONDS_BOUNDS, took_s)] += 1
+                self._stats.load_seconds_sum += took_s
             elif reason is not None:
                 self._stats.load_failures[reason] = self._stats.load_failures.get(reason, 0) + 1
         self._finish(order, cause, load.write)

@@ -202,6 +202,24 @@ class RankLoad(msgspec.Struct, frozen=True, array_like=True):
     """Time within steps so far."""
 
 
+class KvTransferLoad(msgspec.Struct, frozen=True, array_like=True):
+    """Figures of a rank's KV connector since its start, sent once a second."""
+
+    num_loads: int = 0
+    """Asynchronous loads that ended well."""
+    num_loaded_bytes: int = 0
+    load_failures: dict[str, int] = {}
+    """By reason."""
+    load_seconds: list[int] = []
+    """How many loads took at most so long, by bound (`LOAD_SECONDS_BOUNDS`), and how many took longer."""
+    load_seconds_sum: float = 0.0
+    num_leases: int = 0
+    num_expired_leases: int = 0
+    num_quarantined_blocks: int = 0
+    lanes: dict[str, int] = {}
+    """Loads by transport."""
+
+
 class StepFrame(msgspec.Struct, frozen=True, tag="step", omit_defaults=True):
     """Rank → router: everything that one step brought for the requests of this connection."""
 
@@ -216,6 +234,8 @@ class StepFrame(msgspec.Struct, frozen=True, tag="step", omit_defaults=True):
     """Turns of streaming sessions that ended; the session itself lives on."""
     first_token_ids: list[int] = []
     """Requests whose prompt became fully computed in this step."""
+    kv_transfer: KvTransferLoad | None = None
+    """None: nothing new, or no connector."""
 
 
 class TimelineEntry(msgspec.Struct, frozen=True):

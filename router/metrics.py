@@ -7,13 +7,16 @@ those of vLLM with the prefix `serried_`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from rank_scheduler.messages import RankLoad
+from kv_transfer.params import LOAD_SECONDS_BOUNDS
+from rank_scheduler.messages import KvTransferLoad, RankLoad
 from router.control_messages import PoolRole, QueueCounts, RankRecord
 from router.errors import ApiError, Cause
 from router.peer import PeerFault
@@ -57,12 +60,32 @@ _RANK_COUNTERS: dict[str, tuple[str, Callable[[RankLoad], float]]] = {
 }
 
 
+_KV_GAUGES: dict[str, tuple[str, Callable[[KvTransferLoad], float]]] = {
+    "kv_leases": ("Ended requests whose blocks are kept for other ranks to read.", lambda kv: kv.num_leases),
+    "kv_quarantined_blocks": (
+        "Blocks that a late peer may still write, after a load that failed.",
+        lambda kv: kv.num_quarantined_blocks,
+    ),
+}
+_KV_COUNTERS: dict[str, tuple[str, Callable[[KvTransferLoad], float]]] = {
+    "kv_loaded_bytes": ("KV that was loaded from elsewhere.", lambda kv: kv.num_loaded_bytes),
+    "kv_expired_leases": ("Leases that nobody released in time.", lambda kv: kv.num_expired_leases),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RankFigures:
+    """A connected rank, and what it said last."""
+
+    record: RankRecord
+    load: RankLoad
+    kv_transfer: KvTransferLoad | None
+
+
 class RouterMetrics:
     """One router's registry. `ranks` and `counts` are read at each scrape."""
 
-    def __init__(
-        self, ranks: Callable[[], Iterable[tuple[RankRecord, RankLoad]]], counts: Callable[[], QueueCounts]
-    ) -> None:
+    def __init__(self, ranks: Callable[[], Iterable[RankFigures]], counts: Callable[[], QueueCounts]) -> None:
         self.registry = CollectorRegistry()
         self._outcomes = Counter(
             "serried_requests",
@@ -147,9 +170,7 @@ class RouterMetrics:
 
 
 class _LiveFigures(Collector):
-    def __init__(
-        self, ranks: Callable[[], Iterable[tuple[RankRecord, RankLoad]]], counts: Callable[[], QueueCounts]
-    ) -> None:
+    def __init__(self, ranks: Callable[[], Iterable[RankFigures]], counts: Callable[[], QueueCounts]) -> None:
         self._ranks = ranks
         self._counts = counts
 
@@ -161,14 +182,15 @@ class _LiveFigures(Collector):
         labels = ["pool", "rank"]
         for name, (text, value) in _RANK_GAUGES.items():
             gauge = GaugeMetricFamily(f"serried_{name}", text, labels=labels)
-            for record, load in ranks:
-                gauge.add_metric([record.pool, record.rank_id], value(load))
+            for rank in ranks:
+                gauge.add_metric([rank.record.pool, rank.record.rank_id], value(rank.load))
             yield gauge
         for name, (text, value) in _RANK_COUNTERS.items():
             counter = CounterMetricFamily(f"serried_{name}", text, labels=labels)
-            for record, load in ranks:
-                counter.add_metric([record.pool, record.rank_id], value(load))
+            for rank in ranks:
+                counter.add_metric([rank.record.pool, rank.record.rank_id], value(rank.load))
             yield counter
+        yield from self._collect_kv_transfer([rank for rank in ranks if rank.kv_transfer is not None])
         counts = self._counts()
         yield GaugeMetricFamily("serried_num_ranks_connected", "Ranks this router is connected to.", value=len(ranks))
         yield GaugeMetricFamily(
@@ -188,3 +210,32 @@ class _LiveFigures(Collector):
             "Messages to the cluster's queue counts, of all routers, that were late, doubled or made no sense.",
             value=counts.num_ignored,
         )
+
+    def _collect_kv_transfer(self, ranks: list[RankFigures]) -> Iterator[Metric]:
+        labels = ["pool", "rank"]
+        figures = [([rank.record.pool, rank.record.rank_id], rank.kv_transfer) for rank in ranks if rank.kv_transfer]
+        for name, (text, value) in _KV_GAUGES.items():
+            gauge = GaugeMetricFamily(f"serried_{name}", text, labels=labels)
+            for names, kv in figures:
+                gauge.add_metric(names, value(kv))
+            yield gauge
+        for name, (text, value) in _KV_COUNTERS.items():
+            counter = CounterMetricFamily(f"serried_{name}", text, labels=labels)
+            for names, kv in figures:
+                counter.add_metric(names, value(kv))
+            yield counter
+        loads = CounterMetricFamily(
+            "serried_kv_loads", "KV loads that ended well, by transport.", labels=[*labels, "lane"]
+        )
+        failures = CounterMetricFamily("serried_kv_load_failures", "KV loads that failed.", labels=[*labels, "reason"])
+        seconds = HistogramMetricFamily(
+            "serried_kv_load_seconds", "KV loads that ended well, by duration.", labels=labels
+        )
+        for names, kv in figures:
+            for lane, count in kv.lanes.items():
+                loads.add_metric([*names, lane], count)
+            for reason, count in kv.load_failures.items():
+                failures.add_metric([*names, reason], count)
+            buckets = zip((*map(str, LOAD_SECONDS_BOUNDS), "+Inf"), accumulate(kv.load_seconds), strict=False)
+            seconds.add_metric(names, list(buckets), kv.load_seconds_sum)
+        yield from (loads, failures, seconds)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import msgspec
 
 from kv_transfer.connection import MAX_SEND_BUFFER_BYTES, Connection
-from rank_scheduler.messages import Abort, Explain, Explained, RankLoad, RankToRouter, StepFrame, Submit
+from rank_scheduler.messages import Abort, Explain, Explained, KvTransferLoad, RankLoad, RankToRouter, StepFrame, Submit
 from router.choice import Choice
 from router.control_messages import RankRecord
 from router.errors import ApiError, Cause
@@ -55,6 +55,8 @@ class RankLink:
         count: Callable[[PeerFault], None],
     ) -> None:
         self.record = record
+        self.kv_transfer: KvTransferLoad | None = None
+        """Figures of the rank's KV connector, if it has one, as last heard."""
         self.load = RankLoad(num_free_blocks=record.num_blocks, num_blocks=record.num_blocks)
         self._connection = connection
         self._silence_timeout_s = silence_timeout_s
@@ -172,6 +174,7 @@ class RankLink:
 
     def _on_step(self, frame: StepFrame) -> None:
         self.load = frame.load
+        self.kv_transfer = frame.kv_transfer or self.kv_transfer
         live = self._live
         for request_id in frame.first_token_ids:
             if (choice := live.get(request_id)) is not None:

@@ -10,13 +10,12 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from rank_scheduler.messages import RankLoad
 from router.control_link import ControlAddress, ControlLink
-from router.control_messages import QueueCounts, RankRecord
+from router.control_messages import QueueCounts
 from router.errors import ApiError, Cause
 from router.explanation import RequestExplanation, check_request_id, put_together
 from router.grammar_check import GrammarChecker
-from router.metrics import RouterMetrics
+from router.metrics import RankFigures, RouterMetrics
 from router.protocol import ChatCompletionRequest, CompletionRequest
 from router.rank_pool import RankPool
 from router.request_flow import RequestFlow
@@ -213,8 +212,9 @@ class RouterService:
         if self.is_shutting_down and not self._flows:
             self._is_drained.set()
 
-    def _rank_figures(self) -> list[tuple[RankRecord, RankLoad]]:
-        return [] if self._pool is None else [(link.record, link.load) for link in self._pool.links]
+    def _rank_figures(self) -> list[RankFigures]:
+        links = [] if self._pool is None else self._pool.links
+        return [RankFigures(link.record, link.load, link.kv_transfer) for link in links]
 
     def _queue_counts(self) -> QueueCounts:
         return QueueCounts(0, 0, 0, 0) if self._control is None else self._control.counts
