@@ -2,8 +2,8 @@
 
    Blocks are int32 numbers, checked where they come in. The free list is doubly linked through two arrays, with the
    null block as its head and end: `next` of it is handed out first. The prefix cache is one hash table of block
-   numbers, open addressed; it is twice as large as it could ever need to be, so it never grows. Block arguments are
-   buffers of int32 (rows of numpy arrays) or iterables of numbers. */
+   numbers, open addressed; a quarter of it is empty when every block is cached, so it never grows. Block arguments
+   are buffers of int32 (rows of numpy arrays) or iterables of numbers. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -443,22 +443,23 @@ static PyObject *Pool_cache(Pool *pool, PyObject *arguments, PyObject *keywords)
     return cached < 0 ? NULL : PyBool_FromLong(cached);
 }
 
-static PyObject *cache_each(Pool *pool, const Blocks *blocks, PyObject *hashes, Py_ssize_t group)
+/* Caches each pair; `blocks` are those that answer afterwards. `hashes` is a list or tuple. */
+static int cache_each(Pool *pool, Blocks *blocks, PyObject *hashes, Py_ssize_t group)
 {
-    PyObject *answering = PyList_New(0);
-    /* Nothing from here on runs other code, which could change the hashes. */
-    if (answering && PySequence_Fast_GET_SIZE(hashes) != blocks->count) {
+    if (PySequence_Fast_GET_SIZE(hashes) != blocks->count) {
         PyErr_Format(PyExc_ValueError, "%zd blocks for %zd hashes", blocks->count, PySequence_Fast_GET_SIZE(hashes));
-        Py_CLEAR(answering);
+        return -1;
     }
-    for (Py_ssize_t i = 0; answering && i < blocks->count; i++) {
+    Py_ssize_t num_answering = 0;
+    for (Py_ssize_t i = 0; i < blocks->count; i++) {
         int cached = cache_block(pool, blocks->items[i], PySequence_Fast_GET_ITEM(hashes, i), group);
-        PyObject *number = cached > 0 ? PyLong_FromLong(blocks->items[i]) : NULL;
-        if (cached < 0 || (cached && (!number || PyList_Append(answering, number) < 0)))
-            Py_CLEAR(answering);
-        Py_XDECREF(number);
+        if (cached < 0)
+            return -1;
+        if (cached)
+            blocks->items[num_answering++] = blocks->items[i];
     }
-    return answering;
+    blocks->count = num_answering;
+    return 0;
 }
 
 static PyObject *Pool_cache_all(Pool *pool, PyObject *const *arguments, Py_ssize_t num_arguments)
@@ -474,7 +475,8 @@ static PyObject *Pool_cache_all(Pool *pool, PyObject *const *arguments, Py_ssize
     PyObject *answering = NULL;
     Blocks blocks;
     if (blocks_get(&blocks, pool, arguments[0]) == 0) {
-        answering = cache_each(pool, &blocks, hashes, group);
+        if (cache_each(pool, &blocks, hashes, group) == 0)
+            answering = list_of(blocks.items, blocks.count);
         blocks_release(&blocks);
     }
     Py_DECREF(hashes);
@@ -531,20 +533,24 @@ static PyObject *Pool_find(Pool *pool, PyObject *arguments, PyObject *keywords)
 /* A new list of the blocks of the longest cached run. `hashes` is a list or tuple. */
 static PyObject *look_up(const Pool *pool, PyObject *hashes, Py_ssize_t group)
 {
-    PyObject *blocks = PyList_New(0);
-    for (Py_ssize_t i = 0; blocks && i < PySequence_Fast_GET_SIZE(hashes); i++) {
-        PyObject *block_hash = PySequence_Fast_GET_ITEM(hashes, i), *number = NULL;
-        if (check_hash(block_hash) == 0) {
-            int32_t block = find_block(pool, block_hash, group);
-            if (block == NULL_BLOCK)
-                break;
-            number = PyLong_FromLong(block);
+    Blocks blocks;
+    Py_ssize_t num_hashes = PySequence_Fast_GET_SIZE(hashes), num_found = 0;
+    if (blocks_reserve(&blocks, num_hashes) < 0)
+        return NULL;
+    for (; num_found < num_hashes; num_found++) {
+        PyObject *block_hash = PySequence_Fast_GET_ITEM(hashes, num_found);
+        if (check_hash(block_hash) < 0) {
+            blocks_release(&blocks);
+            return NULL;
         }
-        if (!number || PyList_Append(blocks, number) < 0)
-            Py_CLEAR(blocks);
-        Py_XDECREF(number);
+        int32_t block = find_block(pool, block_hash, group);
+        if (block == NULL_BLOCK)
+            break;
+        blocks.items[num_found] = block;
     }
-    return blocks;
+    PyObject *list = list_of(blocks.items, num_found);
+    blocks_release(&blocks);
+    return list;
 }
 
 static PyObject *Pool_lookup(Pool *pool, PyObject *const *arguments, Py_ssize_t num_arguments)
@@ -673,7 +679,7 @@ static PyObject *Pool_check_integrity(Pool *pool, PyObject *argument)
 static int allocate_arrays(Pool *pool)
 {
     size_t count = (size_t)pool->num_blocks, num_entries = 4;
-    while (num_entries < 2 * count)
+    while (num_entries < count + count / 3)
         num_entries *= 2;
     pool->entry_mask = (uint32_t)(num_entries - 1);
     pool->ref_counts = PyMem_Calloc(count, sizeof(int32_t));

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from heapq import heappop, heappush
+from itertools import chain
 
 import numpy as np
 
@@ -134,7 +135,8 @@ class RunningBatch:
         if not self._inserted:
             return
         inserted, self._inserted = self._inserted, []
-        figures = np.array(inserted, np.int64).T
+        num_figures = len(inserted) * len(inserted[0])
+        figures = np.fromiter(chain.from_iterable(inserted), np.int64, num_figures).reshape(len(inserted), -1).T
         slots = figures[0]
         self._order[self._num_ordered : self._num_ordered + len(inserted)] = slots
         self._num_ordered += len(inserted)

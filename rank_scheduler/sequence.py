@@ -11,7 +11,7 @@ from kv_transfer.connector import KvRequest
 from kv_transfer.params import KvParams
 from rank_scheduler.messages import Extend, FinishReason, Submit, TimelineEntry
 from rank_scheduler.ngram import NgramIndex
-from rank_scheduler.plan import Int32Array
+from rank_scheduler.plan import NO_TOKENS, Int32Array
 from rank_scheduler.prefix_hash import ExtraKeys
 from rank_scheduler.stop_strings import StopStringMatcher
 from rank_scheduler.structured_output import GrammarMatcher
@@ -267,7 +267,7 @@ class Sequence:
 
     def strip(self) -> None:
         """Let go of everything that only a living sequence needs."""
-        self.token_ids = self.token_ids[:0].copy()
+        self.token_ids = NO_TOKENS
         self.block_hashes = []
         self.grammar = self.stop_strings = self.ngram = self.kv_request = self.blocks = None
         self.encoder_inputs = ()
