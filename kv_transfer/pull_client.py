@@ -208,7 +208,7 @@ class PeerLink:
             self._retry_at = self._now() + backoff_s
             self._num_failures += 1
             self._unreleased.clear()  # they expire
-            _log.warning("No KV from %s: %s", self._name, error)
+            _log.warning("No KV by tickets of engine %s: %s", self.engine_id, str(error))
         else:
             self._failure, self._num_failures, self._retry_at = None, 0, 0.0
             for lease_id in self._unreleased:
@@ -342,7 +342,7 @@ class PeerLink:
                 for start in range(0, len(ids), MAX_IDS):
                     await self._beat(ids[start : start + MAX_IDS])
             except TransferError as error:
-                _log.debug("No heartbeat: %s", error)
+                _log.debug("No heartbeat: %s", str(error))
                 if self._connection is not None:
                     self._connection.abort(f"silent: {error.message}")
             await asyncio.sleep(max(min(self._identity.settings.heartbeat_s, self._lease_s / 6), MIN_HEARTBEAT_S))

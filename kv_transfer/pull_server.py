@@ -237,7 +237,7 @@ class _Reader:
                 self._server.welcome(payload, self._name, self._connection)
         except BadMessageError as error:
             self._server.num_bad_messages += 1
-            _log.warning("KV reader %s is cut off: %s", self._name, error)
+            _log.warning("KV reader %s is cut off: %s", self._name, str(error))
             self._connection.abort(str(error))
 
     def _lost(self, closed: asyncio.Future[str]) -> None:

@@ -43,6 +43,10 @@ _log = logging.getLogger(__name__)
 
 # For the control plane to listen.
 _START_TIMEOUT_S = 10.0
+# For the transports to end after a start that has failed.
+_FAILED_START_TIMEOUT_S = 2.0
+# Of an event loop, from an aborted connection to its closed socket, and some more.
+_NUM_ROUNDS_TO_CLOSE = 5
 
 
 class PullWorker:
@@ -100,7 +104,7 @@ class PullWorker:
             self._lanes.start(memory, self._context.host)
             asyncio.run_coroutine_threadsafe(self._start(), loop).result(_START_TIMEOUT_S)
         except BaseException as error:
-            self.close(0.0)
+            self.close(_FAILED_START_TIMEOUT_S)
             if isinstance(error, TransferError):
                 raise OSError(f"KV cannot be transferred: {error.message}") from error
             raise
@@ -176,7 +180,7 @@ class PullWorker:
             asyncio.run_coroutine_threadsafe(self._begin_close(), loop).result()
             # The loop goes on meanwhile, and takes what the transports tell.
             self._lanes.close(timeout_s)
-            asyncio.run_coroutine_threadsafe(self._loads.close(), loop).result()
+            asyncio.run_coroutine_threadsafe(self._end_close(), loop).result()
         finally:
             loop.call_soon_threadsafe(loop.stop)
             thread.join()
@@ -223,6 +227,15 @@ class PullWorker:
         self._loads.begin_close()
         if self._server is not None:
             await self._server.close()
+
+    async def _end_close(self) -> None:
+        await self._loads.close()
+        # Connections that were accepted while the listener closed are closed when they are handed over.
+        rest = asyncio.all_tasks() - {asyncio.current_task()}
+        if rest:
+            await asyncio.wait(rest, timeout=_START_TIMEOUT_S)
+        for _ in range(_NUM_ROUNDS_TO_CLOSE):
+            await asyncio.sleep(0)
 
     def _post(self, event: ConnectorEvent) -> None:
         with self._lock:

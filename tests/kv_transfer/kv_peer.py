@@ -117,7 +117,11 @@ class KvRank:
         self.scheduler = connector.make_scheduler_half(self.context)
         self.worker = connector.make_worker_half(self.context)
         self.events: queue.SimpleQueue[ConnectorEvent] = queue.SimpleQueue()
-        self.worker.start(self.memory, self.events.put)
+        try:
+            self.worker.start(self.memory, self.events.put)
+        except BaseException:
+            self.memory.close()
+            raise
         self.free = set(range(1, num_blocks))
         self.requests: dict[int, _Request] = {}
         self.kept: dict[int, np.ndarray] = {}
@@ -344,6 +348,8 @@ class KvRank:
         }
 
     def close(self) -> None:
+        if self.scheduler.has_pending_work():
+            self.begin_step()
         self.worker.close(5.0)
         self.take_events()
         assert not self.pending_loads, "a load has had no end"
