@@ -190,7 +190,7 @@ class SocketServer:
             send_frame(sock, proof, deadline)
             send_frame(sock, self._welcome, deadline)
             self._serve(sock)
-        except (OSError, WireError, msgspec.DecodeError) as error:
+        except (OSError, WireError, msgspec.DecodeError, RecursionError) as error:
             if not self._closing.is_set():
                 _log.debug("%s: connection ended: %s", self._role, error)
         finally:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import struct
 import threading
 import time
 from collections import deque
@@ -21,10 +22,10 @@ import msgspec
 
 from kv_transfer.memory import KvMemory
 from kv_transfer.pulls import Pull, Pulls
-from kv_transfer.socket_server import PROTOCOL_VERSION, Welcome, enter, receive_frame, send_frame, shut
-from kv_transfer.tcp_stream import block_views, configure, receive_views
+from kv_transfer.socket_server import PROTOCOL_VERSION, Welcome, enter, shut
+from kv_transfer.tcp_stream import configure, receive_views, view_batches
 from kv_transfer.transport import BlockIds, Endpoint, FailureReason, TransferEnd, TransferError
-from kv_transfer.wire import WireError
+from kv_transfer.wire import WireError, frame
 
 _log = logging.getLogger(__name__)
 
@@ -34,7 +35,6 @@ MAX_CONNECTIONS_PER_PEER = 2
 CLIENT_IDLE_S = 60.0
 SERVER_IDLE_S = 90.0
 CONNECT_TIMEOUT_S = 5.0
-_MAX_REPLY_BYTES = 4096
 
 
 class TcpAddress(msgspec.Struct, frozen=True):
@@ -49,11 +49,9 @@ class PullRequest(msgspec.Struct, frozen=True):
     timeout_s: float
 
 
-class PullReply(msgspec.Struct, frozen=True):
-    """Right behind it come the blocks."""
-
-    refusal: str = ""
-    """If not empty, nothing was read and nothing comes."""
+# The answer is the length of a refusal's text, and that text; or zero, and the blocks.
+STATUS = struct.Struct("<I")
+MAX_REFUSAL_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,14 +170,21 @@ class TcpPeer:
         try:
             if not is_open:
                 self._open(sock, min(pull.deadline, time.monotonic() + CONNECT_TIMEOUT_S))
+                # A socket that is not connected yet cannot be shut: whoever tried has left the reason.
+                if pull.failure is not None:
+                    raise ConnectionAbortedError("stopped")
             request = PullRequest(job.remote_blocks.astype("<i4").tobytes(), pull.timeout_s)
-            send_frame(sock, msgspec.msgpack.encode(request), pull.deadline)
-            reply = msgspec.msgpack.decode(receive_frame(sock, _MAX_REPLY_BYTES, pull.deadline), type=PullReply)
-            if reply.refusal:
-                end = TransferEnd(FailureReason.BACKEND, reply.refusal)
-            else:
-                receive_views(sock, block_views(self._memory, job.local_blocks), pull.deadline)
-                end = TransferEnd()
+            # From here on the pull's keeper sees to its deadline: it shuts the socket.
+            sock.settimeout(None)
+            sock.sendall(frame(msgspec.msgpack.encode(request)))
+            # Made while the server makes its own.
+            batches = view_batches(self._memory, job.local_blocks)
+            views = next(batches, [])
+            end = _receive_status(sock)
+            if end.reason is None:
+                receive_views(sock, views)
+                for views in batches:
+                    receive_views(sock, views)
             is_in_step = True
         except TransferError as error:
             end = TransferEnd(error.reason, error.message)
@@ -218,6 +223,20 @@ class TcpPeer:
             PROTOCOL_VERSION, self._address.instance, self.endpoint.num_blocks, self._memory.block_size_bytes
         )
         enter(sock, self._secret, ROLE, expected, deadline)
+
+
+def _receive_status(sock: socket.socket) -> TransferEnd:
+    """What the server says before it sends the blocks. Raises ConnectionError or WireError."""
+    status = bytearray(STATUS.size)
+    receive_views(sock, [memoryview(status)])
+    (num_bytes,) = STATUS.unpack(status)
+    if not num_bytes:
+        return TransferEnd()
+    if num_bytes > MAX_REFUSAL_BYTES:
+        raise WireError(f"peer announced a refusal of {num_bytes} bytes, the limit is {MAX_REFUSAL_BYTES}")
+    refusal = bytearray(num_bytes)
+    receive_views(sock, [memoryview(refusal)])
+    return TransferEnd(FailureReason.BACKEND, refusal.decode(errors="replace"))
 
 
 def _is_ended(sock: socket.socket) -> bool:

@@ -10,14 +10,15 @@ import contextlib
 import socket
 import struct
 import time
+from collections.abc import Iterator
 
 from kv_transfer.block_runs import find_runs
 from kv_transfer.memory import KvMemory
 from kv_transfer.socket_server import MAX_WAIT_S
 from kv_transfer.transport import BlockIds
 
-# What the kernel takes in one call (IOV_MAX).
-MAX_IOVECS = 1024
+# What the kernel takes in one call (IOV_MAX) is 1024; the reply's status comes before the first.
+MAX_IOVECS = 1023
 # A peer that has vanished is noticed after about this long, whether we wait for it or send to it.
 _DEAD_AFTER_S = 10
 _KEEPALIVE_INTERVAL_S, _NUM_KEEPALIVES = 3, 3
@@ -32,53 +33,48 @@ def configure(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _NUM_KEEPALIVES)
 
 
-def block_views(memory: KvMemory, blocks: BlockIds) -> list[memoryview]:
-    """The blocks' bytes, in order, a view for each run of neighbours."""
+def view_batches(memory: KvMemory, blocks: BlockIds) -> Iterator[list[memoryview]]:
+    """The blocks' bytes, in order, a view for each run of neighbours, as many at a time as one call takes."""
     firsts, lengths = find_runs(blocks)
     view = memoryview(memory.buffer)
     starts = blocks[firsts].astype("int64") * memory.block_size_bytes
     ends = starts + lengths * memory.block_size_bytes
-    return [view[start:end] for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]
+    for first in range(0, len(firsts), MAX_IOVECS):
+        part = slice(first, first + MAX_IOVECS)
+        yield [view[start:end] for start, end in zip(starts[part].tolist(), ends[part].tolist(), strict=True)]
 
 
 def send_views(sock: socket.socket, views: list[memoryview], deadline: float) -> None:
-    """Raises TimeoutError at `deadline` (monotonic), OSError if the peer has gone."""
-    # The kernel's own timeouts, on a socket that blocks: one call moves a whole batch, however often it must wait.
-    sock.settimeout(None)
-    first = 0
-    while first < len(views):
-        _set_timeout(sock, socket.SO_SNDTIMEO, deadline)
+    """On a socket that blocks. Raises TimeoutError at `deadline` (monotonic), OSError if the peer has gone."""
+    while views:
+        # The kernel's own timeout: one call moves a whole batch, however often it must wait.
+        set_timeout(sock, socket.SO_SNDTIMEO, deadline - time.monotonic())
         with contextlib.suppress(BlockingIOError):
-            first = _skip(views, first, sock.sendmsg(views[first : first + MAX_IOVECS]))
+            views = _rest(views, sock.sendmsg(views))
 
 
-def receive_views(sock: socket.socket, views: list[memoryview], deadline: float) -> None:
-    """Fill the views. Raises TimeoutError at `deadline` (monotonic), ConnectionError if the peer ends before."""
-    sock.settimeout(None)
-    first = 0
-    while first < len(views):
-        _set_timeout(sock, socket.SO_RCVTIMEO, deadline)
-        with contextlib.suppress(BlockingIOError):
-            num_bytes = sock.recvmsg_into(views[first : first + MAX_IOVECS], 0, socket.MSG_WAITALL)[0]
-            if not num_bytes:
-                raise ConnectionResetError("the peer closed the connection")
-            first = _skip(views, first, num_bytes)
+def receive_views(sock: socket.socket, views: list[memoryview]) -> None:
+    """Fill them, on a socket that blocks and that somebody shuts in time. Raises ConnectionError when it has ended."""
+    while views:
+        num_bytes = sock.recvmsg_into(views, 0, socket.MSG_WAITALL)[0]
+        if not num_bytes:
+            raise ConnectionResetError("the peer closed the connection")
+        views = _rest(views, num_bytes)
 
 
-def _set_timeout(sock: socket.socket, option: int, deadline: float) -> None:
-    remaining = min(deadline - time.monotonic(), MAX_WAIT_S)
-    if remaining <= 0:
+def set_timeout(sock: socket.socket, option: int, seconds: float) -> None:
+    """SO_SNDTIMEO or SO_RCVTIMEO. Raises TimeoutError if there is no time."""
+    if seconds <= 0:
         raise TimeoutError("out of time")
-    seconds = int(remaining)
+    whole, rest = divmod(min(seconds, MAX_WAIT_S), 1)
     # Zero would mean no timeout.
-    sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", seconds, max(int((remaining - seconds) * 1e6), 1)))
+    sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", int(whole), max(int(rest * 1e6), 1)))
 
 
-def _skip(views: list[memoryview], first: int, num_bytes: int) -> int:
-    """Where to go on after `num_bytes` from `first` on; a view that was passed in part is cut."""
-    while first < len(views) and num_bytes >= len(views[first]):
-        num_bytes -= len(views[first])
-        first += 1
-    if num_bytes:
-        views[first] = views[first][num_bytes:]
-    return first
+def _rest(views: list[memoryview], num_bytes: int) -> list[memoryview]:
+    """What is behind the first `num_bytes`."""
+    for index, view in enumerate(views):
+        if num_bytes < len(view):
+            return [view[num_bytes:], *views[index + 1 :]]
+        num_bytes -= len(view)
+    return []

@@ -1,7 +1,7 @@
 """Pools of any hosts, over TCP: no library, no copy besides the kernel's, blocking sockets with a thread each.
 
-    client → server   PullRequest   block ids, how long the client waits
-    server → client   PullReply     a refusal, or nothing; then the blocks' bytes
+    client → server   PullRequest       block ids, how long the client waits
+    server → client   STATUS            zero, and the blocks' bytes; or the length of a refusal, and its text
 
 after the handshake of `kv_transfer.socket_server`. One pull at a time is on a connection. Bytes of a pull that was
 given up can reach no other pull: its connection is closed.
@@ -27,11 +27,9 @@ from kv_transfer.socket_server import (
     SocketServer,
     Welcome,
     decode_address,
-    receive_frame,
-    send_frame,
 )
-from kv_transfer.tcp_peer import ROLE, SERVER_IDLE_S, PullReply, PullRequest, TcpAddress, TcpPeer
-from kv_transfer.tcp_stream import block_views, configure, send_views
+from kv_transfer.tcp_peer import ROLE, SERVER_IDLE_S, STATUS, PullRequest, TcpAddress, TcpPeer
+from kv_transfer.tcp_stream import configure, send_views, set_timeout, view_batches
 from kv_transfer.transport import (
     BlockIds,
     Endpoint,
@@ -43,12 +41,13 @@ from kv_transfer.transport import (
     TransportCaps,
     TransportStats,
 )
-from kv_transfer.wire import MAX_FRAME_BYTES, WireError, frame
+from kv_transfer.wire import FrameBuffer, WireError
 
 MAX_CONNECTIONS = 256
 # However long a client says that it waits.
 MAX_PULL_S = 3600.0
 _BACKLOG = 128
+_RECEIVE_BYTES = 64 << 10
 
 
 class TcpTransport:
@@ -93,23 +92,31 @@ class TcpTransport:
         return Endpoint(self.name, encoded, memory.num_blocks, memory.block_size_bytes)
 
     def _serve(self, sock: socket.socket) -> None:
-        assert self._memory is not None
         configure(sock)
-        while True:
-            payload = receive_frame(sock, MAX_FRAME_BYTES, time.monotonic() + SERVER_IDLE_S)
-            request = msgspec.msgpack.decode(payload, type=PullRequest)
-            # Written so that it holds for NaN.
-            if not request.timeout_s >= 0:
-                raise WireError(f"the client waits for {request.timeout_s} s")
-            deadline = time.monotonic() + min(request.timeout_s, MAX_PULL_S)
-            try:
-                ids = np.frombuffer(request.blocks, "<i4")
-                blocks = check_block_ids(ids, self._memory.num_blocks, "the peer's")
-            except ValueError as error:
-                send_frame(sock, msgspec.msgpack.encode(PullReply(str(error))), deadline)
-                continue
-            reply = memoryview(frame(msgspec.msgpack.encode(PullReply())))
-            send_views(sock, [reply, *block_views(self._memory, blocks)], deadline)
+        sock.settimeout(None)
+        set_timeout(sock, socket.SO_RCVTIMEO, SERVER_IDLE_S)
+        frames = FrameBuffer()
+        while data := sock.recv(_RECEIVE_BYTES):
+            for payload in frames.feed(data):
+                self._send(sock, msgspec.msgpack.decode(payload, type=PullRequest))
+
+    def _send(self, sock: socket.socket, request: PullRequest) -> None:
+        assert self._memory is not None
+        # Written so that it holds for NaN.
+        if not request.timeout_s >= 0:
+            raise WireError(f"the client waits for {request.timeout_s} s")
+        deadline = time.monotonic() + min(request.timeout_s, MAX_PULL_S)
+        try:
+            ids = np.frombuffer(request.blocks, "<i4")
+            blocks = check_block_ids(ids, self._memory.num_blocks, "the peer's")
+        except ValueError as error:
+            refusal = str(error).encode()
+            send_views(sock, [memoryview(STATUS.pack(len(refusal)) + refusal)], deadline)
+            return
+        batches = view_batches(self._memory, blocks)
+        send_views(sock, [memoryview(STATUS.pack(0)), *next(batches, [])], deadline)
+        for views in batches:
+            send_views(sock, views, deadline)
 
     def connect(self, endpoint: Endpoint, timeout_s: float) -> Peer:
         assert self._memory is not None, "start() comes first"

@@ -100,10 +100,7 @@ def _obstacle(name: str, ours: Endpoint | None, theirs: Endpoint | None) -> str:
 def connect_lane(
     transports: Mapping[str, KvTransport], lanes: Sequence[Lane], timeout_s: float
 ) -> tuple[KvTransport, Peer, Lane]:
-    """Connect by the first lane that works, each within `timeout_s`. Raises TransferError if none does.
-
-    The peer's being another than was meant, or having other blocks, is no lane's fault: the next is not tried.
-    """
+    """Connect by the first lane that works, each within `timeout_s`. Raises TransferError if none does."""
     failures: list[str] = []
     last = TransferError(FailureReason.NO_ROUTE, "no transport is started at both ends")
     for lane in lanes:
@@ -111,8 +108,6 @@ def connect_lane(
         try:
             peer = transport.connect(lane.endpoint, timeout_s)
         except TransferError as error:
-            if error.reason in (FailureReason.INCOMPATIBLE, FailureReason.EPOCH_MISMATCH):
-                raise
             failures.append(f"{lane.transport}: {error.message}")
             last = error
             continue

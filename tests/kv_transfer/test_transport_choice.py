@@ -135,7 +135,7 @@ def test_no_lane_at_all() -> None:
     assert caught.value.reason is FailureReason.NO_ROUTE
 
 
-def test_another_block_size_is_not_tried_on_the_next_lane(nodes: tuple[Node, Node]) -> None:
+def test_another_block_size_is_refused_on_all_lanes(nodes: tuple[Node, Node]) -> None:
     other = Node(128)
     choice = choose_lanes(nodes[0].endpoints, list(other.endpoints.values()), "auto")
     with pytest.raises(TransferError) as caught:

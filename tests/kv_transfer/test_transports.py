@@ -63,9 +63,18 @@ def shared(case: Case) -> Iterator[tuple[Rank, AnyPeer, Peer]]:
         yield rank, peer, rank.connect(peer)
 
 
+@pytest.fixture(scope="module")
+def calm(case: Case) -> Iterator[tuple[Rank, AnyPeer, Peer]]:
+    """For tests that act in the middle of a pull, and hurt their own end only."""
+    rank = Rank(case, NUM_LARGE_BLOCKS, LARGE_BLOCK_SIZE_BYTES)
+    peer = start_peer(case, NUM_LARGE_BLOCKS, LARGE_BLOCK_SIZE_BYTES)
+    with closing(rank, peer):
+        yield rank, peer, rank.connect(peer)
+
+
 @pytest.fixture
 def large(case: Case) -> Iterator[tuple[Rank, AnyPeer, Peer]]:
-    """For tests that act in the middle of a pull, on a peer that may be hurt."""
+    """For tests that hurt the peer."""
     rank = Rank(case, NUM_LARGE_BLOCKS, LARGE_BLOCK_SIZE_BYTES)
     peer = start_peer(case, NUM_LARGE_BLOCKS, LARGE_BLOCK_SIZE_BYTES)
     with closing(rank, peer):
@@ -233,8 +242,8 @@ def test_nobody_there(case: Case) -> None:
 # ---- stops ----
 
 
-def test_cancel_at_any_moment_ends_once(large: tuple[Rank, AnyPeer, Peer]) -> None:
-    rank, peer, way = large
+def test_cancel_at_any_moment_ends_once(calm: tuple[Rank, AnyPeer, Peer]) -> None:
+    rank, peer, way = calm
     chance = random.Random(5)
     remote, local = scattered(NUM_LARGE_BLOCKS, 1, NUM_LARGE_BLOCKS), scattered(NUM_LARGE_BLOCKS, 2, NUM_LARGE_BLOCKS)
     for _ in range(25):
@@ -256,8 +265,8 @@ def test_cancel_at_any_moment_ends_once(large: tuple[Rank, AnyPeer, Peer]) -> No
     ends.only()
 
 
-def test_cancel_of_a_pull_that_waits_for_its_turn(large: tuple[Rank, AnyPeer, Peer]) -> None:
-    rank, _, way = large
+def test_cancel_of_a_pull_that_waits_for_its_turn(calm: tuple[Rank, AnyPeer, Peer]) -> None:
+    rank, _, way = calm
     blocks = scattered(NUM_LARGE_BLOCKS, 1, NUM_LARGE_BLOCKS)
     pulls = [rank.start_pull(way, part, part) for part in np.split(blocks, 32)]
     for transfer, _ in reversed(pulls):
@@ -267,9 +276,9 @@ def test_cancel_of_a_pull_that_waits_for_its_turn(large: tuple[Rank, AnyPeer, Pe
     assert reasons[-1] is FailureReason.TIMEOUT
 
 
-def test_closing_the_way_ends_its_pulls_and_no_others(large: tuple[Rank, AnyPeer, Peer]) -> None:
-    rank, peer, way = large
-    other_way = rank.connect(peer)
+def test_closing_the_way_ends_its_pulls_and_no_others(calm: tuple[Rank, AnyPeer, Peer]) -> None:
+    rank, peer, _ = calm
+    way, other_way = rank.connect(peer), rank.connect(peer)
     half = NUM_LARGE_BLOCKS // 2
     blocks = np.arange(NUM_LARGE_BLOCKS, dtype=np.int32)
     pulls = [rank.pull(way, part, part) for part in np.split(blocks[:half], 8)]
@@ -285,10 +294,11 @@ def test_closing_the_way_ends_its_pulls_and_no_others(large: tuple[Rank, AnyPeer
     assert late.reason is FailureReason.PEER_LOST
     for ends in pulls:
         ends.only()
+    other_way.close()
 
 
-def test_closing_the_transport_ends_all_and_writes_no_more(case: Case, large: tuple[Rank, AnyPeer, Peer]) -> None:
-    _, peer, _ = large
+def test_closing_the_transport_ends_all_and_writes_no_more(case: Case, calm: tuple[Rank, AnyPeer, Peer]) -> None:
+    _, peer, _ = calm
     rank = Rank(case, NUM_LARGE_BLOCKS, LARGE_BLOCK_SIZE_BYTES)
     with closing(rank):
         way = rank.connect(peer)
