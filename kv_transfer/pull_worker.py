@@ -21,7 +21,7 @@ from kv_transfer.config import KvRole
 from kv_transfer.connector import ConnectorContext, ConnectorEvent, ConnectorStats, LoadFinished, SendFinished
 from kv_transfer.lanes import Lanes
 from kv_transfer.memory import KvMemory
-from kv_transfer.pull_client import Identity
+from kv_transfer.pull_handshake import Identity
 from kv_transfer.pull_loads import PullLoads
 from kv_transfer.pull_scheduler import (
     AdvanceLease,
@@ -75,8 +75,13 @@ class PullWorker:
         self._thread: threading.Thread | None = None
         self._executor = ThreadPoolExecutor(4, thread_name_prefix="kv-connect")
         identity = Identity(
-            context.engine_id, context.geometry, context.secret, settings, self._lanes, self._executor
-        )  # fmt: skip
+            engine_id=context.engine_id,
+            geometry=context.geometry,
+            secret=context.secret,
+            settings=settings,
+            lanes=lanes,
+            executor=self._executor,
+        )
         self._loads = PullLoads(identity, self._post)
         self._server: PullServer | None = None
         if context.role is not KvRole.CONSUMER:

@@ -287,6 +287,9 @@ class KvRank:
         self.step()
         return params
 
+    def prefill_many(self, numbers: list[int], num_tokens: int) -> list[dict[str, Any] | None]:
+        return [self.prefill(number, num_tokens) for number in numbers]
+
     # ---- consuming ----
 
     def queue(self, number: int, params: dict[str, Any], seed: int) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from kv_transfer import pull_client
+from kv_transfer import pull_handshake
 from kv_transfer.config import KVTransferConfig
 from kv_transfer.connection import Connection, Listener, connect
 from kv_transfer.geometry import KV_PROTOCOL_VERSION
@@ -325,7 +325,7 @@ def test_other_geometries_are_refused_in_words(ranks: StartRank, changes: dict[s
 
 def test_other_versions_are_refused_in_words(ranks: StartRank, monkeypatch: pytest.MonkeyPatch) -> None:
     prefill, decode = ranks(), ranks()
-    monkeypatch.setattr(pull_client, "KV_PROTOCOL_VERSION", KV_PROTOCOL_VERSION + 1)
+    monkeypatch.setattr(pull_handshake, "KV_PROTOCOL_VERSION", KV_PROTOCOL_VERSION + 1)
     assert decode.load(5, prefill.prefill(1, 30) or {}, seed=1)
     assert ends(decode, 5)["cause"].startswith("incompatible: protocol version 2 here and 1 at engine ")
 
