@@ -14,11 +14,15 @@ happens only while the lease is in this table. Blocks change their content only 
 
 - After completion, they are given up by the scheduler upon `SendFinished`, which is returned by the very call that
   removes the lease.
-- Before, they are given up because of a preemption or an end. Then the lease is void before the first step, or load,
-  that may write into them anew begins (`PullWorker.start_load_kv` sees to that). Who has confirmed before has read
-  everything before, while it was right: it keeps a copy of what these tokens' KV is, whatever becomes of the original.
-  Who has not is told that the lease is gone, and drops what it has read.
+- Before, they are given up because of a preemption or an end. Then the lease is void before the plan that may write
+  into them anew is computed, or a load that begins with it (`PullWorker.start_load_kv` sees to that). Who has
+  confirmed before has read everything before, while it was right: it keeps a copy of what these tokens' KV is,
+  whatever becomes of the original. Who has not is told that the lease is gone, and drops what it has read.
 - While a prompt is computed its later blocks are written, but never those tokens that are ready.
+
+The second case needs a reader that got its ticket early. `PullScheduler` makes tickets when requests end, after which
+a lease cannot become void any more. Whoever makes them earlier must also have `start_load_kv` called before the runner
+zeroes and copies blocks, not only before it computes.
 
 A lease that its reader gives back while it is open stays until its request has ended, since only then blocks are kept.
 """

@@ -36,7 +36,7 @@ def find_connector(config: KVTransferConfig) -> type[KvConnector]:
     told = f"kv_connector is {name!r}"
     try:
         module = importlib.import_module(module_path)
-    except ImportError as error:
+    except Exception as error:  # whatever a module of somebody else's does
         raise ValueError(f"{told}, and its module {module_path} cannot be imported ({error}): {_REMEDY}") from error
     found = getattr(module, class_name, None)
     if found is None:
