@@ -16,7 +16,7 @@ from kv_transfer.copy_lane import PART_BYTES, CopyLane, copy_blocks
 from kv_transfer.memory import KvMemory
 from kv_transfer.pulls import Pulls
 from kv_transfer.transport import Endpoint, FailureReason, TransferEnd, TransferError
-from tests.kv_transfer.transport_rig import PATIENCE_S, Ends
+from tests.kv_transfer.transport_rig import PATIENCE_S, Ends, wait_until
 
 NUM_BLOCKS = 6
 
@@ -151,7 +151,7 @@ def test_a_callback_that_fails_harms_nobody(pulls: Pulls, caplog: pytest.LogCapt
     ends = Ends()
     pulls.add(None, 1, 10, PATIENCE_S, ends.on_end).cancel()
     assert ends.wait().reason is FailureReason.TIMEOUT
-    assert "callback" in caplog.text
+    wait_until(lambda: "callback" in caplog.text, "the failure is told")
     assert pulls.stats().failures == {"timeout": 2}
 
 
