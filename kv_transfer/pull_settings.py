@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from kv_transfer.config import KVTransferConfig
+from kv_transfer.connector_settings import ConnectorSettings
 
 
-class PullSettings(BaseModel):
-    """Frozen, unknown keys refused."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+class PullSettings(ConnectorSettings):
+    """What may be set, and how long things may take."""
 
     transport: Literal["auto", "inproc", "shm", "tcp", "nixl", "ucx", "mooncake"] = Field(
         default="auto", description="What moves the blocks. auto: the first that works of inproc, shm, nixl and tcp."
@@ -54,16 +52,3 @@ class PullSettings(BaseModel):
     def pull_s(self, num_bytes: int) -> float:
         """How long blocks of so many bytes may take."""
         return self.pull_timeout_s + num_bytes / self.min_bytes_per_s
-
-    @classmethod
-    def of(cls, config: KVTransferConfig) -> PullSettings:
-        """Raises ValueError, naming the key."""
-        try:
-            return cls.model_validate(config.kv_connector_extra_config)
-        except ValidationError as error:
-            told = [
-                ".".join(("kv_connector_extra_config", *map(str, part["loc"]))) + f": {part['msg']}"
-                for part in error.errors()
-            ]
-            known = ", ".join(cls.model_fields)
-            raise ValueError("; ".join(told) + f" (PullConnector knows {known})") from None
