@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from kv_transfer import pull_handshake
+from kv_transfer import pull_handshake, pull_load
 from kv_transfer.config import KVTransferConfig
 from kv_transfer.connection import Connection, Listener, connect
 from kv_transfer.geometry import KV_PROTOCOL_VERSION
@@ -40,7 +40,7 @@ from kv_transfer.lanes import Lanes
 from kv_transfer.pull_connector import PullConnector
 from kv_transfer.pull_settings import PullSettings
 from kv_transfer.pull_worker import PullWorker
-from kv_transfer.transport import Endpoint, TransferEnd, TransportCaps, TransportStats
+from kv_transfer.transport import Endpoint, FailureReason, TransferEnd, TransportCaps, TransportStats
 from tests.kv_transfer.kv_peer import GARBAGE, HOST, SECRET, KvRank, PeerProcess, geometry, until
 
 StartRank = Callable[..., KvRank]
@@ -448,6 +448,38 @@ def test_doubled_and_late_messages_change_nothing(ranks: StartRank) -> None:
     assert prefill.num_sends_finished == 1
 
 
+def test_a_void_lease_cannot_be_confirmed_once_its_plan_has_begun(ranks: StartRank) -> None:
+    """Also if the thread that owns the leases has not heard of it yet: the plan may write into the blocks."""
+    prefill = ranks()
+    prefill.begin(1, 30)
+    prefill.compute(1, 30)
+    lease_id = prefill.requests[1].lease_id
+    server, loop = prefill.worker._server, prefill.worker._loop
+    answers: list[Any] = []
+    is_busy, has_begun, is_done = threading.Event(), threading.Event(), threading.Event()
+
+    class Answers:
+        def send(self, payload: bytes) -> None:
+            answers.append(decode_from_holder(payload))
+
+    def confirm_late() -> None:
+        server.serve(encode(Acquire(1, lease_id)), "reader", Answers())
+        is_busy.set()
+        assert has_begun.wait(10)
+        server.serve(encode(Confirm(2, lease_id, 30)), "reader", Answers())
+        is_done.set()
+
+    loop.call_soon_threadsafe(confirm_late)
+    assert is_busy.wait(10)
+    prefill.scheduler.request_preempted((1, 1))
+    metadata = prefill.begin_step()  # does not wait for that thread
+    has_begun.set()
+    assert is_done.wait(10)
+    assert answers == [Granted(1, 30), Denied(2, "its request has lost its blocks")]
+    prefill.finish_step(metadata)
+    until(lambda: not server._refused, "the lease is gone")
+
+
 @pytest.mark.parametrize(
     "payload",
     [
@@ -603,13 +635,16 @@ def test_a_holder_that_does_not_confirm_is_not_believed(ranks: StartRank, when: 
 
 
 class LateTransport:
-    """Fails without a fence, and raises it when told to."""
+    """Fails without a fence, and raises it when told to; or, if it `hangs`, does not even fail until told to."""
 
     name = "late"
     caps = TransportCaps(cancel_is_fence=False, same_host=False)
 
-    def __init__(self) -> None:
+    def __init__(self, *, hangs: bool = False) -> None:
+        self.hangs = hangs
         self.fence: Callable[[], None] | None = None
+        self.end: Callable[[TransferEnd], None] | None = None
+        self.num_cancels = 0
 
     def start(self, memory: Any, host: str) -> Endpoint:
         return Endpoint(self.name, b"", memory.num_blocks, memory.block_size_bytes)
@@ -629,8 +664,13 @@ class LateTransport:
     def pull(
         self, peer: Any, remote_blocks: Any, local_blocks: Any, timeout_s: float, on_end: Any, on_fenced: Any = None
     ) -> Any:
-        self.fence = on_fenced
-        on_end(TransferEnd("backend", "gave up", is_fenced=False))  # type: ignore[arg-type]
+        self.fence, self.end = on_fenced, on_end
+        if not self.hangs:
+            on_end(TransferEnd(FailureReason.BACKEND, "gave up", is_fenced=False))
+        return self
+
+    def cancel(self) -> None:
+        self.num_cancels += 1
 
     def stats(self) -> TransportStats:
         return TransportStats()
@@ -667,6 +707,37 @@ def test_blocks_are_quarantined_until_the_fence(ranks: StartRank, closes: bool) 
     until(lambda: not decode.take_events() and len(decode.free) == 255, "its blocks come back")
     assert decode.worker.stats().num_quarantined_blocks == 0
     is_released(prefill)
+
+
+@pytest.mark.parametrize("aborts", [False, True])
+def test_a_transport_that_hangs_does_not_hold_its_load(
+    ranks: StartRank, monkeypatch: pytest.MonkeyPatch, aborts: bool
+) -> None:
+    monkeypatch.setattr(pull_load, "GRACE_S", 0.1)
+    transport = LateTransport(hangs=True)
+    prefill = ranks(connector=late_connector(LateTransport()))
+    decode = ranks(connector=late_connector(transport), extra={"pull_timeout_s": 10.0 if aborts else 0.1})
+    assert decode.load(5, prefill.prefill(1, 30) or {}, seed=1)
+    until(lambda: transport.end, "the transfer begins")
+    if aborts:
+        decode.abort(5)
+    end = ends(decode, 5)
+    assert end["cause"].startswith("ended: " if aborts else "timeout: late did not end a transfer of 0.1")
+    assert (end["fenced"], transport.num_cancels) == (False, 1)
+    assert decode.worker.stats().num_quarantined_blocks == 16
+    is_released(prefill)
+    assert transport.end is not None
+    transport.end(TransferEnd(FailureReason.TIMEOUT, "cancelled"))  # late, with a fence
+    until(lambda: not decode.take_events() and len(decode.free) == 255, "its blocks come back")
+
+
+def test_halves_that_never_start_and_close_twice(ranks: StartRank) -> None:
+    rank = ranks()
+    worker = PullConnector.make_worker_half(rank.context)
+    worker.close(1.0)
+    worker.close(1.0)
+    rank.worker.close(1.0)
+    rank.worker.close(1.0)
 
 
 # ---- settings ----
