@@ -6,6 +6,7 @@ one blocks all the same, the rank kills the agent when its patience ends.
 
 from __future__ import annotations
 
+import importlib
 import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -16,6 +17,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kv_transfer.transport import BlockIds, FailureReason
+
+LIBRARIES = {
+    "nixl": "kv_transfer.nixl_agent:NixlAgent",
+    "ucx": "kv_transfer.ucx_agent:UcxAgent",
+    "mooncake": "kv_transfer.mooncake_agent:MooncakeAgent",
+}
 
 
 class AgentError(Exception):
@@ -125,3 +132,10 @@ class LibraryAgent(ABC):
 
     def forget_client(self, client_id: int) -> None:  # noqa: B027
         """The client is gone, and so are its reads."""
+
+
+def load_library(name: str) -> type[LibraryAgent]:
+    """One of LIBRARIES. Nothing of the library itself is imported before its class is called."""
+    module, kind = LIBRARIES[name].split(":")
+    loaded: type[LibraryAgent] = getattr(importlib.import_module(module), kind)
+    return loaded

@@ -70,7 +70,7 @@ class Link:
             raise AgentError(FailureReason.TIMEOUT, "the peer's agent does not answer") from None
         except (OSError, WireError) as error:
             raise AgentError(FailureReason.NO_ROUTE, f"the peer's agent is not reached: {error}") from None
-        if self.is_closed:
+        if self.is_closed or not self.is_connected:
             raise AgentError(FailureReason.PEER_LOST, "closed while it was opened")
         self.is_open = True
 
@@ -170,10 +170,14 @@ class Clients:
             try:
                 message = _messages.decode(payload)
                 if isinstance(message, Greeting):
+                    if message.library != self._agent.name:
+                        raise msgspec.ValidationError(f"a client with {message.library!r}")
                     metadata = message.metadata
                     connection.send(msgspec.msgpack.encode(self._welcome()))
-                else:
+                elif metadata:
                     self._on_message(client_id, metadata, message)
+                else:
+                    raise msgspec.ValidationError("a client did not introduce itself")
             except (msgspec.DecodeError, AgentError) as error:
                 connection.abort(f"a client's request was refused: {error}")
             self._on_change()

@@ -24,7 +24,15 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from kv_transfer.agent_library import AgentBroken, AgentError, ClientLost, LibraryAgent, Pool
+from kv_transfer.agent_library import (
+    LIBRARIES,
+    AgentBroken,
+    AgentError,
+    ClientLost,
+    LibraryAgent,
+    Pool,
+    load_library,
+)
 from kv_transfer.agent_links import Clients, Link
 from kv_transfer.agent_messages import (
     Broken,
@@ -48,8 +56,6 @@ from kv_transfer.block_runs import check_block_ids
 from kv_transfer.connection import Listener
 from kv_transfer.library_environment import configure
 from kv_transfer.transport import BlockIds, FailureReason
-
-LIBRARIES = ("nixl", "ucx", "mooncake")
 
 # Between two polls of the library while something has moved lately, and when nothing has.
 POLL_PAUSE_S = 50e-6
@@ -115,7 +121,7 @@ class AgentProcess:
             configure(start.address.host)
             self._pool = Pool(self._memory_fd, start.num_blocks, start.block_size_bytes)
             os.close(self._memory_fd)
-            self._agent = _load(self._library)(self._pool, start.address.host, self._ask)
+            self._agent = load_library(self._library)(self._pool, start.address.host, self._ask)
         except Exception as error:
             self._break(error)
         self._clients = Clients(start, self._agent, self._on_clients_changed)
@@ -278,23 +284,6 @@ class AgentProcess:
         if self._agent.needs_target_poll and (self._clients or self._links):
             return loop.call_later(IDLE_POLL_INTERVAL_S, self._poll)
         return None
-
-
-def _load(library: str) -> type[LibraryAgent]:
-    match library:
-        case "nixl":
-            from kv_transfer.nixl_agent import NixlAgent
-
-            return NixlAgent
-        case "ucx":
-            from kv_transfer.ucx_agent import UcxAgent
-
-            return UcxAgent
-        case "mooncake":
-            from kv_transfer.mooncake_agent import MooncakeAgent
-
-            return MooncakeAgent
-    raise AgentBroken(f"there is no library {library!r}")
 
 
 def main() -> None:

@@ -57,8 +57,8 @@ def case(request: pytest.FixtureRequest) -> Iterator[Case]:
 @pytest.fixture(scope="module")
 def shared(case: Case) -> Iterator[tuple[Rank, AnyPeer, Peer]]:
     """For tests that do no harm to either end."""
-    rank = Rank(case, NUM_BLOCKS, BLOCK_SIZE_BYTES)
     peer = start_peer(case, NUM_BLOCKS, BLOCK_SIZE_BYTES)
+    rank = Rank(case, NUM_BLOCKS, BLOCK_SIZE_BYTES)
     with closing(rank, peer):
         yield rank, peer, rank.connect(peer)
 
@@ -66,8 +66,8 @@ def shared(case: Case) -> Iterator[tuple[Rank, AnyPeer, Peer]]:
 @pytest.fixture(scope="module")
 def calm(case: Case) -> Iterator[tuple[Rank, AnyPeer, Peer]]:
     """For tests that act in the middle of a pull, and hurt their own end only."""
-    rank = Rank(case, NUM_LARGE_BLOCKS, LARGE_BLOCK_SIZE_BYTES)
     peer = start_peer(case, NUM_LARGE_BLOCKS, LARGE_BLOCK_SIZE_BYTES)
+    rank = Rank(case, NUM_LARGE_BLOCKS, LARGE_BLOCK_SIZE_BYTES)
     with closing(rank, peer):
         yield rank, peer, rank.connect(peer)
 
@@ -75,8 +75,8 @@ def calm(case: Case) -> Iterator[tuple[Rank, AnyPeer, Peer]]:
 @pytest.fixture
 def large(case: Case) -> Iterator[tuple[Rank, AnyPeer, Peer]]:
     """For tests that hurt the peer."""
-    rank = Rank(case, NUM_LARGE_BLOCKS, LARGE_BLOCK_SIZE_BYTES)
     peer = start_peer(case, NUM_LARGE_BLOCKS, LARGE_BLOCK_SIZE_BYTES)
+    rank = Rank(case, NUM_LARGE_BLOCKS, LARGE_BLOCK_SIZE_BYTES)
     with closing(rank, peer):
         yield rank, peer, rank.connect(peer)
 
@@ -233,6 +233,7 @@ def test_another_secret_is_refused(case: Case, shared: tuple[Rank, AnyPeer, Peer
 def test_nobody_there(case: Case) -> None:
     rank, peer = Rank(case, 8, BLOCK_SIZE_BYTES), start_peer(case, 8, BLOCK_SIZE_BYTES)
     with closing(rank):
+        assert peer.endpoint
         peer.close()
         with pytest.raises(TransferError) as caught:
             rank.connect(peer)

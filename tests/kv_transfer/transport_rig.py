@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -73,12 +74,16 @@ class PeerProcess:
             stdout=subprocess.PIPE,
             start_new_session=True,
         )
+
+    @functools.cached_property
+    def endpoint(self) -> Endpoint:
+        """Waits for it when it is asked for: starting takes as long as it takes our own end."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline().decode().strip()
         if line.startswith("unavailable: "):
             self.close()
             pytest.skip(line)
-        self.endpoint = msgspec.msgpack.decode(bytes.fromhex(line), type=Endpoint)
+        return msgspec.msgpack.decode(bytes.fromhex(line), type=Endpoint)
 
     def send(self, number: signal.Signals) -> None:
         """To the process; if it is to stand still or go on, to all that it has started too."""
@@ -88,7 +93,8 @@ class PeerProcess:
             self.process.send_signal(number)
 
     def num_resources(self) -> tuple[int, int]:
-        """(threads, descriptors) of the process."""
+        """(threads, descriptors) of the process, once it serves."""
+        assert self.endpoint
         directory = Path(f"/proc/{self.process.pid}")
         return len(list((directory / "task").iterdir())), len(list((directory / "fd").iterdir()))
 
