@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The transfer libraries of the extras nixl, ucx and mooncake, into .venv: 160 MB to fetch, 650 MB on disk, half a
-# minute; nothing to do the second time. Where one cannot be had this says so and goes on: its tests are skipped, with
+# The transfer libraries of the extras nixl, ucx and mooncake, into .venv: 180 MB to fetch, 630 MB on disk, half a
+# minute to one; nothing to do the second time. Where one cannot be had this says so and goes on: its tests are skipped, with
 # the reason.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -12,7 +12,7 @@ imports=(nixl_cu12 ucxx mooncake.engine)
 
 if [[ ! -x $python ]]; then
     echo "install-transports: there is no $python; run make check first" >&2
-    exit 1
+    exit 0
 fi
 
 # The versions in pyproject.toml.
