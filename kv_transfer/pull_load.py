@@ -99,9 +99,8 @@ class Load:
         num_blocks = len(order.local_blocks)
         await self._unless_stopped(self.link.open())
         transport, peer = self.link.lane()
-        if self._ticket.fingerprint != self._geometry.fingerprint():
-            # Its holder has our geometry, or it would not have let us in: the ticket is not that holder's, or broken.
-            raise TransferError(FailureReason.INCOMPATIBLE, "the ticket is for another geometry than its engine's")
+        if order.misfit:
+            raise TransferError(FailureReason.INCOMPATIBLE, order.misfit)
         if num_blocks and int(order.remote_blocks.max()) >= peer.endpoint.num_blocks:
             told = f"the ticket names block {order.remote_blocks.max()} of {peer.endpoint.num_blocks}"
             raise TransferError(FailureReason.BACKEND, told)

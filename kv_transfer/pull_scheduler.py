@@ -79,6 +79,8 @@ class LoadBlocks:
     """With how many of the ticket's tokens each remote block is complete; ascending."""
     num_local_tokens: int
     """Valid whatever becomes of the load."""
+    misfit: str = ""
+    """Why the load must fail: its blocks cannot be paired, and there are none. (The holder may say more.)"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,9 +134,16 @@ class PullScheduler:
     """The scheduler half of one rank."""
 
     def __init__(
-        self, *, engine_id: str, host: str, port: Callable[[], int | None], geometry: Geometry, produces: bool,
-        consumes: bool, first_lease_id: int = 1,
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        engine_id: str,
+        host: str,
+        port: Callable[[], int | None],
+        geometry: Geometry,
+        produces: bool,
+        consumes: bool,
+        first_lease_id: int = 1,
+    ) -> None:
         """`port` is asked when tickets are made: None while the worker half does not listen.
 
         Lease ids count from `first_lease_id`. Another one for each process protects those who give every process the
@@ -253,21 +262,28 @@ class PullScheduler:
 
     def _load(self, key: RequestKey, incoming: _Incoming, block_ids: npt.NDArray[np.int32]) -> LoadBlocks:
         """Pairs of blocks beyond the local hit, those that are complete first in front."""
-        ticket, first = incoming.ticket, incoming.num_local_tokens // self._geometry.block_size
-        remote = np.zeros((0, 0), np.int32)
-        local = remote
-        if ticket.fingerprint == self._fingerprint and ticket.num_groups == len(block_ids):
-            remote = ticket.table()[:, first:]
-            local = block_ids[:, first : ticket.num_columns]
-            if local.shape != remote.shape:
-                raise ValueError(f"{block_ids.shape[1]} columns of blocks for {ticket.num_tokens} tokens")
-        # (Of another geometry nothing can be paired, and the worker half will be told what differs.)
+        ticket, num_local = incoming.ticket, incoming.num_local_tokens
+        if misfit := self._misfit(ticket, block_ids):
+            nothing = np.zeros(0, np.int32)
+            return LoadBlocks(key, nothing, nothing, nothing, num_local, misfit)
+        first = num_local // ticket.block_size
+        remote, local = ticket.table()[:, first:], block_ids[:, first : ticket.num_columns]
         ends = (np.arange(remote.shape[1], dtype=np.int32) + first + 1) * ticket.block_size
         ends = np.minimum(ends, ticket.num_tokens)
         columns, groups = np.nonzero((remote != 0).T & (local != 0).T)
-        return LoadBlocks(
-            key, remote[groups, columns], local[groups, columns], ends[columns], incoming.num_local_tokens
-        )  # fmt: skip
+        return LoadBlocks(key, remote[groups, columns], local[groups, columns], ends[columns], num_local)
+
+    def _misfit(self, ticket: Ticket, block_ids: npt.NDArray[np.int32]) -> str:
+        """Why the ticket's blocks cannot be paired with these; empty if they can."""
+        if ticket.fingerprint != self._fingerprint:
+            return "the ticket is for another geometry than this rank's"
+        theirs, ours = (ticket.block_size, ticket.num_groups), (self._geometry.block_size, len(block_ids))
+        if theirs != ours or block_ids.shape[1] < ticket.num_columns:
+            return (
+                f"the ticket is for {ticket.num_columns} columns of {ticket.num_groups} blocks of {ticket.block_size} "
+                f"tokens, and {block_ids.shape[1]} of {ours[1]} of {ours[0]} are to be filled"
+            )
+        return ""
 
     def _drop(self, key: RequestKey, incoming: _Incoming) -> None:
         incoming.stage = _Stage.USED

@@ -233,6 +233,23 @@ def test_other_geometries_are_left_to_the_worker_half() -> None:
     load = orders(scheduler)[-1]
     assert isinstance(load, LoadBlocks)
     assert not len(load.remote_blocks)
+    assert load.misfit == "the ticket is for another geometry than this rank's"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"num_groups": 3, "remote_block_ids": list(range(1, 10))}, {"block_size": 2, "remote_block_ids": [1] * 10}],
+)
+def test_a_ticket_that_contradicts_its_geometry_fails_its_load(changes: dict[str, Any]) -> None:
+    scheduler = half()
+    asks = request(5, 11, ticket() | changes)
+    scheduler.on_new_request(asks)
+    scheduler.get_num_new_matched_tokens(asks, 0)
+    scheduler.update_state_after_alloc(asks, table(11, 12, 13), 10)
+    load = orders(scheduler)[-1]
+    assert isinstance(load, LoadBlocks)
+    assert not len(load.remote_blocks)
+    assert "and 3 of 2 of 4 are to be filled" in load.misfit
 
 
 @pytest.mark.parametrize(
