@@ -19,7 +19,7 @@ from kv_transfer.connector import RequestKey
 from kv_transfer.kv_messages import Acquire, Confirm, Confirmed, Denied, Granted, Reply
 from kv_transfer.pull_client import PeerLink
 from kv_transfer.pull_handshake import Identity
-from kv_transfer.pull_scheduler import LoadBlocks
+from kv_transfer.pull_orders import LoadBlocks
 from kv_transfer.ticket import Ticket
 from kv_transfer.transport import BlockIds, FailureReason, TransferEnd, TransferError
 

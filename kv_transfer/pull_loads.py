@@ -18,7 +18,7 @@ from kv_transfer.params import LOAD_SECONDS_BOUNDS
 from kv_transfer.pull_client import PeerLink
 from kv_transfer.pull_handshake import Address, Identity
 from kv_transfer.pull_load import EndedError, Load, Write
-from kv_transfer.pull_scheduler import LoadBlocks
+from kv_transfer.pull_orders import LoadBlocks
 from kv_transfer.ticket import Ticket
 from kv_transfer.transport import FailureReason, TransferError
 

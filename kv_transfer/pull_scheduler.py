@@ -4,7 +4,7 @@ What it wants done goes to the worker half as the metadata of the next plan: `Or
 happened. It hears nothing back (the scheduler hears of loads and sends), and needs not to: each ticket is used once,
 whether that works or not.
 
-Producing: a lease is opened whenever a request with `do_remote_decode` gets blocks, with an id of its own each time,
+**Producing**: a lease is opened whenever a request with `do_remote_decode` gets blocks, with an id of its own each time,
 so that what a reader holds never means the blocks that the request got later. Its end decides: handed off, the blocks
 are kept and the ticket names them; otherwise the lease is void. **Consuming**: a ticket is held from the request's
 arrival on (the worker half heartbeats its lease), until a load begins, or nothing needs to be loaded, or the request
@@ -23,86 +23,19 @@ import numpy.typing as npt
 from kv_transfer.connector import ExternalMatch, KvRequest, RequestKey
 from kv_transfer.geometry import Geometry
 from kv_transfer.params import KvParams
+from kv_transfer.pull_orders import (
+    AdvanceLease,
+    CompleteLease,
+    DropTicket,
+    HoldTicket,
+    LoadBlocks,
+    OpenLease,
+    Order,
+    PullMetadata,
+    RejectParams,
+    VoidLease,
+)
 from kv_transfer.ticket import HandOff, Ticket, Unusable, parse_params
-from kv_transfer.transport import BlockIds
-
-# ---- orders to the worker half ----
-
-
-@dataclass(frozen=True, slots=True)
-class OpenLease:
-    lease_id: int
-    key: RequestKey
-
-
-@dataclass(frozen=True, slots=True)
-class AdvanceLease:
-    """Once this plan's step has been computed, so many tokens are complete."""
-
-    lease_id: int
-    num_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class VoidLease:
-    """The blocks are given up: this plan, or a later one, may write into them."""
-
-    lease_id: int
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class CompleteLease:
-    """The request has ended, its blocks are kept: a `SendFinished` is due."""
-
-    lease_id: int
-    key: RequestKey
-    num_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class HoldTicket:
-    """Keep the ticket's lease alive until it is loaded or dropped."""
-
-    key: RequestKey
-    ticket: Ticket
-
-
-@dataclass(frozen=True, slots=True)
-class LoadBlocks:
-    """Use the ticket that is held: a `LoadFinished` is due. All arrays have shape [n]."""
-
-    key: RequestKey
-    remote_blocks: BlockIds
-    local_blocks: BlockIds
-    complete_at: npt.NDArray[np.int32]
-    """With how many of the ticket's tokens each remote block is complete; ascending."""
-    num_local_tokens: int
-    """Valid whatever becomes of the load."""
-    misfit: str = ""
-    """Why the load must fail: its blocks cannot be paired, and there are none. (The holder may say more.)"""
-
-
-@dataclass(frozen=True, slots=True)
-class DropTicket:
-    """The request needs no (more) remote KV: end its load, if there is one, and give the lease back."""
-
-    key: RequestKey
-
-
-@dataclass(frozen=True, slots=True)
-class RejectParams:
-    """A request came with params that say nothing usable; to be told and counted."""
-
-    key: RequestKey
-    message: str
-
-
-Order = OpenLease | AdvanceLease | VoidLease | CompleteLease | HoldTicket | LoadBlocks | DropTicket | RejectParams
-PullMetadata = tuple[Order, ...]
-
-
-# ---- what is known of requests ----
 
 
 @dataclass(slots=True)

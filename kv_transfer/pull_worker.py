@@ -23,7 +23,7 @@ from kv_transfer.lanes import Lanes
 from kv_transfer.memory import KvMemory
 from kv_transfer.pull_handshake import Identity
 from kv_transfer.pull_loads import PullLoads
-from kv_transfer.pull_scheduler import (
+from kv_transfer.pull_orders import (
     AdvanceLease,
     CompleteLease,
     DropTicket,

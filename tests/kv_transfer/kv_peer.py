@@ -37,7 +37,7 @@ from kv_transfer.connector import (
 from kv_transfer.geometry import Geometry
 from kv_transfer.memory import KvMemory
 from kv_transfer.pull_connector import PullConnector
-from kv_transfer.pull_scheduler import AdvanceLease, OpenLease
+from kv_transfer.pull_orders import AdvanceLease, OpenLease
 from kv_transfer.ticket import Ticket
 
 HOST = "127.0.0.1"

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from kv_transfer.connector import ExternalMatch, KvRequest, SendFinished
 from kv_transfer.leases import LeaseTable
-from kv_transfer.pull_scheduler import (
+from kv_transfer.pull_orders import (
     AdvanceLease,
     CompleteLease,
     DropTicket,
@@ -23,10 +23,10 @@ from kv_transfer.pull_scheduler import (
     LoadBlocks,
     OpenLease,
     Order,
-    PullScheduler,
     RejectParams,
     VoidLease,
 )
+from kv_transfer.pull_scheduler import PullScheduler
 from kv_transfer.ticket import Ticket, parse_params
 from tests.kv_transfer.kv_peer import geometry
 
