@@ -19,19 +19,16 @@ import logging
 import os
 import threading
 import time
-import zlib
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
-
-import numpy as np
-import numpy.typing as npt
 
 from kv_transfer.backoff import Backoff
 from kv_transfer.block_file import BlockFormat
 from kv_transfer.block_store import BlockArray, StoreFailure, StoreOutcome, StoreReason
 from kv_transfer.geometry import Geometry
 from kv_transfer.known_blocks import KnownBlocks
+from kv_transfer.open_block import OpenBlock
 
 _log = logging.getLogger(__name__)
 
@@ -45,28 +42,6 @@ _MOST_OF_THE_TIME = 20
 _BYTES_PER_CALL = 8 << 20
 _RETRY_S = (1.0, 60.0)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-
-
-class OpenBlock:
-    """A block's file, whose head is right. Owned by whoever opened it."""
-
-    def __init__(self, fd: int, file_format: BlockFormat, checksums: tuple[int, ...]) -> None:
-        self._fd = fd
-        self._format = file_format
-        self._checksums = checksums
-
-    def read_layer(self, layer: int, into: npt.NDArray[np.uint8]) -> StoreFailure | None:
-        """`into`: contiguous, the size of a layer; undefined after a failure."""
-        try:
-            count = os.preadv(self._fd, [into.data], self._format.offset(layer))
-        except OSError as error:
-            return StoreFailure(StoreReason.ERROR, f"layer {layer} cannot be read: {error}")
-        if count != len(into) or zlib.crc32(into.data) != self._checksums[layer]:
-            return StoreFailure(StoreReason.CORRUPT, f"layer {layer} is damaged")
-        return None
-
-    def close(self) -> None:
-        os.close(self._fd)
 
 
 class FileStore:

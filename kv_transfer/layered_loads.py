@@ -18,10 +18,11 @@ import numpy as np
 
 from kv_transfer.block_store import StoreFailure, StoreReason
 from kv_transfer.connector import ConnectorStats, RequestKey
-from kv_transfer.file_store import FileStore, OpenBlock
+from kv_transfer.file_store import FileStore
 from kv_transfer.geometry import Geometry
 from kv_transfer.known_blocks import KnownBlocks
 from kv_transfer.memory import KvMemory
+from kv_transfer.open_block import OpenBlock
 from kv_transfer.store_loads import LoadCounts, Post
 from kv_transfer.store_scheduler import LoadBlocks
 

@@ -11,35 +11,29 @@ to write for another reason, is still read from.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import struct
-import threading
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import redis
-from redis.backoff import NoBackoff
-from redis.retry import Retry
 
 from kv_transfer.backoff import Backoff
 from kv_transfer.block_store import BlockArray, StoreFailure, StoreOutcome, StoreReason, block_key
 from kv_transfer.deadlines import Deadlines
 from kv_transfer.geometry import Geometry
 from kv_transfer.lookup_board import LookupBoard
+from kv_transfer.redis_line import RETRY_S, RedisLine, RedisServer
 
 _log = logging.getLogger(__name__)
 
 _SUM = struct.Struct("<I")
 _BYTES_PER_CALL = 4 << 20
 _NUM_KEYS_PER_LOOKUP = 256
-_RETRY_S = (0.2, 30.0)
-
-T = TypeVar("T")
 
 
 class RedisStore:
@@ -62,11 +56,11 @@ class RedisStore:
         self._index = index
         self._prefix = key_prefix.encode() + b":"
         self._ttl_ms = max(int(ttl_s * 1000), 1)
-        self._server = _Server(url)
-        self._reading = _Line(self._server, url, timeout_s, deadlines)
-        self._writing = _Line(self._server, url, timeout_s, deadlines)
-        self._asking = _Line(self._server, url, timeout_s, deadlines)
-        self._refusal = Backoff(*_RETRY_S)
+        self._server = RedisServer(url)
+        self._reading = RedisLine(self._server, url, timeout_s, deadlines)
+        self._writing = RedisLine(self._server, url, timeout_s, deadlines)
+        self._asking = RedisLine(self._server, url, timeout_s, deadlines)
+        self._refusal = Backoff(*RETRY_S)
         """Of writing alone."""
         self._is_closed = False
 
@@ -83,7 +77,7 @@ class RedisStore:
             batch = hashes[first : first + _NUM_KEYS_PER_LOOKUP]
             answer = self._asking.call(partial(_exist, keys=[self._key(block_hash) for block_hash in batch]))
             if isinstance(answer, StoreFailure):
-                self._note(answer)
+                self._index.miss_all()
                 return StoreOutcome(_num_leading(found), answer)
             found += answer
             self._index.miss([h for h, is_there in zip(batch, answer, strict=True) if not is_there])
@@ -97,7 +91,7 @@ class RedisStore:
         keys = [self._key(block_hash) for block_hash in hashes]
         answer = self._reading.call(partial(_read, keys=keys))
         if isinstance(answer, StoreFailure):
-            self._note(answer)
+            self._index.miss_all()
             return StoreOutcome(0, answer)
         for count, (key, value) in enumerate(zip(keys, answer, strict=True)):
             failure = None
@@ -124,7 +118,7 @@ class RedisStore:
             commands.append(("SET", key, value, "PX", self._ttl_ms))
         answer = self._writing.call(partial(_pipelined, commands=commands))
         if isinstance(answer, StoreFailure):
-            self._note(answer)
+            self._index.miss_all()
             return StoreOutcome(0, answer)
         stored = [h for h, reply in zip(hashes, answer, strict=True) if not isinstance(reply, Exception)]
         self._index.see(stored)
@@ -159,112 +153,6 @@ class RedisStore:
             return None
         content = memoryview(value)[_SUM.size :]
         return content if _SUM.unpack_from(value)[0] == zlib.crc32(content, zlib.crc32(key)) else None
-
-    def _note(self, failure: StoreFailure) -> None:
-        if failure.reason is not StoreReason.UNAVAILABLE:
-            self._index.miss_all()
-
-
-class _Server:
-    """Whether the server is to be tried now. May be used from any thread."""
-
-    def __init__(self, url: str) -> None:
-        self._name = url.rpartition("@")[2]
-        self._lock = threading.Lock()
-        self._backoff = Backoff(*_RETRY_S)
-
-    def __str__(self) -> str:
-        return self._name
-
-    def would_try(self) -> bool:
-        with self._lock:
-            return self._backoff.would_try(time.monotonic())
-
-    def may_try(self) -> bool:
-        with self._lock:
-            return self._backoff.may_try(time.monotonic())
-
-    def failed(self, failure: StoreFailure) -> None:
-        with self._lock:
-            is_news = self._backoff.failed(time.monotonic())
-        if is_news:
-            _log.warning("The KV store %s fails, and is tried again later: %s", self, failure.message)
-
-    def succeeded(self) -> None:
-        with self._lock:
-            is_news = self._backoff.succeeded()
-        if is_news:
-            _log.info("The KV store %s answers again", self)
-
-
-class _Line:
-    """One connection; calls from several threads come one after another."""
-
-    def __init__(self, server: _Server, url: str, timeout_s: float, deadlines: Deadlines) -> None:
-        self._server = server
-        self._timeout_s = timeout_s
-        self._deadlines = deadlines
-        self._lock = threading.Lock()
-        """Held during a call."""
-        self._calls = itertools.count(1)
-        self._present_lock = threading.Lock()
-        self._present = 0
-        """Number of the call under way; 0: none."""
-        self._is_closed = False
-        try:
-            self._client: redis.Redis = redis.Redis.from_url(
-                url,
-                socket_timeout=timeout_s,
-                socket_connect_timeout=timeout_s,
-                retry=Retry(NoBackoff(), 0),
-                max_connections=1,
-                protocol=2,
-                decode_responses=False,
-            )
-        except ValueError as error:
-            raise ValueError(
-                f"kv_connector_extra_config.url cannot be used ({error}): it should look like redis://host:6379/0"
-            ) from None
-
-    def call(self, ask: Callable[[redis.Redis], T]) -> T | StoreFailure:
-        with self._lock:
-            if self._is_closed or not self._server.may_try():
-                return StoreFailure(StoreReason.UNAVAILABLE, f"{self._server} has failed lately, or is given up")
-            number = next(self._calls)
-            with self._present_lock:
-                self._present = number
-            deadline = self._deadlines.call_in(self._timeout_s, lambda: self._break_off(number))
-            began_at = time.monotonic()
-            try:
-                answer = ask(self._client)
-            except Exception as error:  # whatever a server answers, and whatever the client makes of it
-                took_s = time.monotonic() - began_at
-                is_late = isinstance(error, redis.exceptions.TimeoutError) or took_s >= self._timeout_s
-                reason = StoreReason.TIMEOUT if is_late else StoreReason.UNAVAILABLE
-                if not isinstance(error, redis.exceptions.ConnectionError | redis.exceptions.TimeoutError):
-                    reason = StoreReason.TIMEOUT if is_late else StoreReason.ERROR
-                failure = StoreFailure(reason, f"{type(error).__name__}: {error}")
-                self._client.connection_pool.disconnect(inuse_connections=True)
-                if not self._is_closed:
-                    self._server.failed(failure)
-                return failure
-            finally:
-                with self._present_lock:
-                    self._present = 0
-                self._deadlines.call_off(deadline)
-            self._server.succeeded()
-            return answer
-
-    def _break_off(self, number: int) -> None:
-        """The thread that waits in this call finds its connection closed."""
-        with self._present_lock:
-            if self._present == number:
-                self._client.connection_pool.disconnect(inuse_connections=True)
-
-    def close(self) -> None:
-        self._is_closed = True
-        with self._present_lock:
-            self._client.connection_pool.disconnect(inuse_connections=True)
 
 
 def _pipelined(client: redis.Redis, commands: Sequence[tuple[Any, ...]]) -> list[Any]:

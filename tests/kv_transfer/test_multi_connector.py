@@ -32,6 +32,7 @@ from tests.kv_transfer.store_rig import (
     prompt_of,
     serve,
     settle_stores,
+    until,
 )
 
 TABLE = np.array([[3, 4, 5, 6]], np.int32)
@@ -446,3 +447,30 @@ def test_a_child_that_dies_in_the_middle_costs_computation_only(
     monkeypatch.undo()
     # Its traceback would keep everything.
     caplog.clear()
+
+
+def test_a_prompt_goes_from_rank_to_rank_and_stays_in_memory_on_both(make: MakeEngine, tmp_path: Path) -> None:
+    connector = multi(tmp_path, "PullConnector", "OffloadConnector")
+    prefill, decode = make(connector), make(connector)
+    prompt = prompt_of(30)
+    right = expected(prompt, 6)
+    prefill.submit(1, prompt, 6, fields={"hands_off": True, "kv_transfer_params": {"do_remote_decode": True}})
+    until(lambda: prefill.step() is None and 1 in prefill.ends, "the prompt is computed")
+    ticket = prefill.ends[1].kv_transfer_params
+    assert prefill.tokens[1] == right[:1]
+    decode.submit(1, prompt + right[:1], 6, fields={"num_generated": 1, "kv_transfer_params": ticket})
+
+    def both() -> bool:
+        prefill.step()
+        decode.step()
+        load = prefill.scheduler.load()
+        return 1 in decode.ends and load.num_free_blocks == load.num_blocks
+
+    until(both, "the request has ended, and its blocks on the other rank are let go")
+    assert decode.tokens[1] == right[1:]
+    assert decode.num_computed_tokens() == 5
+    decode.run()
+    for engine in (prefill, decode):
+        engine.assert_nothing_held()
+        assert engine.worker._children[1].stats().num_stored_blocks >= 7
+    assert decode.worker._children[0].stats().num_loads == 1
