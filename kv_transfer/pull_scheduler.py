@@ -4,11 +4,11 @@ What it wants done goes to the worker half as the metadata of the next plan: `Or
 happened. It hears nothing back (the scheduler hears of loads and sends), and needs not to: each ticket is used once,
 whether that works or not.
 
-**Producing**: a lease is opened whenever a request with `do_remote_decode` gets blocks, with an id of its own each time,
-so that what a reader holds never means the blocks that the request got later. Its end decides: handed off, the blocks
-are kept and the ticket names them; otherwise the lease is void. **Consuming**: a ticket is held from the request's
-arrival on (the worker half heartbeats its lease), until a load begins, or nothing needs to be loaded, or the request
-ends.
+**Producing**: a lease is opened whenever a request with `do_remote_decode` gets blocks, with an id of its own each
+time, so that what a reader holds never means the blocks that the request got later. Its end decides: handed off, the
+blocks are kept and the ticket names them; otherwise the lease is void. **Consuming**: a ticket is held from the
+request's arrival on (the worker half heartbeats its lease), until a load begins, or nothing needs to be loaded, or the
+request ends.
 """
 
 from __future__ import annotations
