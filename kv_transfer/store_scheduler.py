@@ -187,7 +187,8 @@ class StoreScheduler:
         if not self._stores or not num_columns or not has_sampled or not len(known.table):
             return False, None
         last = min((num_tokens - 1) // self._block_size, num_columns, len(request.block_hashes))
-        missing = self._missing(known.num_announced, last, block_ids[0], request.block_hashes)
+        # Also what was announced before, if it was not taken.
+        missing = self._missing(0, last, block_ids[0], request.block_hashes)
         if not missing:
             return False, None
         hashes = tuple(request.block_hashes[column] for column in missing)

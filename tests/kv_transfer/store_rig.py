@@ -32,6 +32,7 @@ from model_runner.simulated import SimulatedRunner, expected_tokens
 from rank_scheduler.config import CacheConfig, SchedulerConfig
 from rank_scheduler.messages import FinishReason
 from rank_scheduler.plan import StepPlan, StepResult
+from rank_scheduler.prefix_hash import extend_block_hashes
 from tests.engine import Engine
 
 VOCAB_SIZE = 50
@@ -256,6 +257,15 @@ def settle_stores(engine: ConnectedEngine) -> None:
     for worker in workers:
         if (writer := getattr(worker, "_writer", None)) is not None:
             until(lambda writer=writer: writer._num_staged == 0, "everything is stored")  # type: ignore[misc]
+
+
+def damage_block(directory: Path, prompt: list[int], column: int) -> None:
+    """The last byte of the file that has this block of the prompt is another now."""
+    hashes: list[bytes] = []
+    extend_block_hashes(hashes, np.array(prompt, np.int32), BLOCK_SIZE)
+    (path,) = directory.rglob(f"{hashes[column].hex()}.kv")
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
 
 
 def serve(engine: ConnectedEngine, prompts: list[list[int]], num_tokens: int = 4, first_id: int = 0) -> None:

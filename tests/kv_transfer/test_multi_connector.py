@@ -26,6 +26,7 @@ from tests.kv_transfer.store_rig import (
     BLOCK_SIZE,
     ConnectedEngine,
     context_of,
+    damage_block,
     expected,
     geometry,
     making_engines,
@@ -419,6 +420,29 @@ def test_what_files_have_lost_gets_into_no_other_store(
     for turn in range(3):
         serve(second, prompts, first_id=10 * turn)
     assert second.worker.stats().load_failures.get("corrupt", 0) >= 1
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_what_was_computed_on_a_lost_block_gets_into_no_other_store(
+    make: MakeEngine, tmp_path: Path, async_scheduling: bool
+) -> None:
+    files = multi(tmp_path, "SharedStorageConnector", "OffloadConnector")
+    files[1]["connectors"][0]["kv_connector_extra_config"]["scan_interval_s"] = 600.0
+    first = make(files)
+    serve(first, [prompt_of(16)], num_tokens=1)
+    settle_stores(first)
+    setup = {"async_scheduling": async_scheduling}
+    second = make(files, num_blocks=17, max_num_seqs=1, setup=setup, max_num_batched_tokens=8)
+    damage_block(tmp_path, prompt_of(16), 1)
+    serve(second, [prompt_of(48)])
+    assert second.worker.stats().load_failures == {"corrupt": 1}
+    for path in tmp_path.rglob("*.kv"):
+        path.unlink()
+    # So that it is not found in the pool any more, and in no file.
+    serve(second, [prompt_of(48, start) for start in (2, 3)], first_id=1)
+    second.connector._children[0]._index.replace(())
+    serve(second, [prompt_of(48)], first_id=9)
+    assert second.worker._children[1].stats().num_loads >= 1
 
 
 def test_a_child_that_dies_in_the_middle_costs_computation_only(

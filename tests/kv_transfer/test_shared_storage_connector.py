@@ -14,6 +14,7 @@ import pytest
 
 from kv_transfer.backoff import Backoff
 from kv_transfer.block_store import StoreFailure, StoreReason, finite_rows
+from kv_transfer.config import KvRole
 from kv_transfer.file_store import FileStore
 from kv_transfer.known_blocks import KnownBlocks
 from kv_transfer.layered_loads import LayeredLoads
@@ -26,6 +27,7 @@ from tests.kv_transfer.store_rig import (
     NUM_LAYERS,
     ConnectedEngine,
     context_of,
+    damage_block,
     expected,
     geometry,
     making_engines,
@@ -459,6 +461,24 @@ def test_damaged_and_missing_blocks_are_computed_again(
     assert third.worker.stats().load_failures == {}
 
 
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_what_was_computed_on_a_lost_block_is_not_stored(
+    make: MakeEngine, tmp_path: Path, async_scheduling: bool
+) -> None:
+    """Neither what its own step has computed, nor what the next one has, which had been planned already."""
+    first = make()
+    serve(first, [prompt_of(16)], num_tokens=1)
+    settle_stores(first)
+    second = make({"scan_interval_s": 600.0}, setup={"async_scheduling": async_scheduling}, max_num_batched_tokens=8)
+    damage_block(tmp_path, prompt_of(16), 1)
+    serve(second, [prompt_of(48)])
+    assert second.worker.stats().load_failures == {"corrupt": 1}
+    settle_stores(second)
+    third = make()
+    serve(third, [prompt_of(48)])
+    assert third.worker.stats().num_loaded_bytes == 12 * BLOCK_BYTES
+
+
 def test_a_lost_block_ends_its_request_where_that_is_wanted(make: MakeEngine, tmp_path: Path) -> None:
     first = make()
     serve(first, [prompt_of(30)])
@@ -482,8 +502,6 @@ def test_a_step_that_failed_stores_nothing(make: MakeEngine, tmp_path: Path) -> 
 
 
 def test_a_rank_that_only_consumes_stores_nothing(make: MakeEngine, tmp_path: Path) -> None:
-    from kv_transfer.config import KvRole
-
     engine = make(role=KvRole.CONSUMER)
     serve(engine, [prompt_of(30)])
     settle_stores(engine)
