@@ -1,0 +1,74 @@
+"""One real rank without Ray: a `RankServer` around the real model, told what to do on its standard input.
+
+`python -m tests.pd.rank_process JSON`; one JSON answer per line, for `stats`, `integrity` and (first, unasked) the
+rank's id. It ends with its standard input.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def main() -> None:
+    options: dict[str, Any] = json.loads(sys.argv[1])
+    from cluster.rank_server import RankServer
+    from kv_transfer.config import KVTransferConfig
+    from model_runner.torch_runner import TorchRunner
+    from rank_scheduler.config import CacheConfig, SchedulerConfig
+    from router.control_messages import PoolRole
+
+    scheduler = SchedulerConfig(**options["scheduler"])
+    cache = CacheConfig(**options["cache"])
+    model_dir = Path(options["model_dir"])
+    runner = TorchRunner(
+        model_dir,
+        scheduler=scheduler,
+        cache=cache,
+        dtype="float32",
+        num_threads=1,
+        max_model_len=options["max_model_len"],
+        shared_kv=True,
+    )
+
+    async def control_address() -> tuple[str, int]:
+        return "127.0.0.1", options["control_port"]
+
+    server = RankServer(
+        runner,
+        runner.load(),
+        config=scheduler,
+        cache=cache,
+        pool=options["pool"],
+        secret=bytes.fromhex(options["secret"]),
+        control_address=control_address,
+        advertise_host="127.0.0.1",
+        node_id="n",
+        tokenizer_path=model_dir / "tokenizer.json",
+        role=PoolRole(options["role"]),
+        kv_transfer=KVTransferConfig(**options["kv_transfer"]),
+    )
+    answer: Any = server.start()
+    while True:
+        print(json.dumps(answer), flush=True)
+        match sys.stdin.readline().strip():
+            case "":
+                break
+            case "stats":
+                answer = server.stats() | {
+                    "num_threads": len(os.listdir("/proc/self/task")),
+                    "num_fds": len(os.listdir("/proc/self/fd")),
+                }
+            case "integrity":
+                server.check_integrity()
+                answer = "well"
+            case other:
+                raise ValueError(f"{other!r} is no question; ask for stats or integrity")
+    server.stop()
+
+
+if __name__ == "__main__":
+    main()
