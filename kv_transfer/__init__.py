@@ -1,10 +1,13 @@
-"""KV between ranks, and the authenticated framed connections that all control traffic uses.
+"""KV between ranks, between a rank and a store, and the authenticated framed connections that all control traffic uses.
 
-`wire` is pure: frames and the handshake as bytes in, bytes out. `connection` is its asyncio edge, used by routers,
-ranks and the control actor alike, on the owner's event loop; nothing here has a thread.
-
-`connector` is the contract between a rank's scheduler and a KV connector's deciding half, which is pure as well: asked
-while requests wait what it could load, told of the blocks that it may fill, asked at a request's end whether somebody
-still reads its blocks. What moves the data is at the rank's edge, gets each plan's metadata, and answers with events.
-No connector ships yet.
+- `wire` (pure) and `connection` (asyncio): frames and the handshake; used by routers, ranks and the control actor.
+- `connector`: the contract between a rank's scheduler and model runner and a KV connector's two halves, of which the
+  scheduler half is pure. `config` names a connector, `registry` finds it.
+- `pull_connector`: prefill and decode on different ranks. `ticket`, `leases` and `pull_scheduler` decide, and are
+  pure; `pull_worker` is the edge, with `pull_server` for the leases of this rank and `pull_loads` for those of others.
+- `shared_storage_connector`, `offload_connector`, `redis_connector`: KV of full blocks by prefix hash in a store;
+  `store_scheduler` and `store_worker` are what they share. `multi_connector` combines several.
+- `transport`: what moves blocks from one rank's pool (`memory`) into another's. `transports` knows them by name and
+  chooses the lane; `shm_transport`, `tcp_transport` and `inproc_transport` need nothing, `agent_transport` runs NIXL,
+  UCX or Mooncake in a process of its own.
 """
