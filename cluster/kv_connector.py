@@ -37,6 +37,11 @@ def make_connector(
             f"kv_transfer.kv_connector is {config.kv_connector!r}, and the backend {capacity.backend!r} does not say "
             "what its KV blocks hold; leave kv_connector out"
         )
+    if config.kv_buffer_device not in (None, "cpu"):
+        raise ValueError(
+            f"kv_transfer.kv_buffer_device is {config.kv_buffer_device!r}, and every transport here moves host memory; "
+            "set it to 'cpu', or leave it out"
+        )
     context = ConnectorContext(
         config=config,
         role=config.kv_role or _KV_ROLES[role],

@@ -1,0 +1,44 @@
+"""Which connector a rank gets, and what of the configuration is refused when it starts."""
+
+import pytest
+
+from cluster.kv_connector import make_connector
+from kv_transfer.config import KVTransferConfig
+from kv_transfer.geometry import Geometry
+from kv_transfer.pull_scheduler import PullScheduler
+from model_runner.runner import Capacity
+from router.control_messages import PoolRole
+
+GEOMETRY = Geometry("model", "float32", 2, 1, 8, 16, 1, 2 * 2 * 16 * 8 * 4)
+
+
+def capacity(geometry: Geometry | None = GEOMETRY) -> Capacity:
+    return Capacity(8, 16, 4096, 64, 100, frozenset(), "float32", "cpu", "torch", geometry=geometry)
+
+
+def made(geometry: Geometry | None = GEOMETRY, role: PoolRole = PoolRole.MIXED, **config: object):
+    return make_connector(KVTransferConfig(**config), role, "e", "127.0.0.1", b"secret", capacity(geometry))
+
+
+def test_without_a_name_there_is_none() -> None:
+    assert made() is None
+
+
+def test_both_halves_know_the_same_rank() -> None:
+    connector = made(kv_connector="PullConnector", role=PoolRole.DECODE)
+    assert connector is not None
+    assert isinstance(connector.scheduler, PullScheduler)
+
+
+@pytest.mark.parametrize(
+    ("config", "geometry", "named"),
+    [
+        ({"kv_connector": "PullConector"}, GEOMETRY, "PullConnector"),
+        ({"kv_connector": "PullConnector"}, None, "'torch' does not say what its KV blocks hold"),
+        ({"kv_connector": "PullConnector", "kv_buffer_device": "cuda"}, GEOMETRY, "kv_buffer_device is 'cuda'"),
+        ({"kv_connector": "PullConnector", "kv_connector_extra_config": {"lease": 3}}, GEOMETRY, "lease"),
+    ],
+)
+def test_what_cannot_work_is_refused(config: dict[str, object], geometry: Geometry | None, named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        made(geometry, **config)
