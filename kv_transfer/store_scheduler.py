@@ -78,7 +78,7 @@ class _Request:
     asked_at: float | None = None
     """When the index did not know for the first time."""
     table: BlockIds = field(default_factory=lambda: _NO_BLOCKS)
-    """Blocks by column, as they were at admission; empty while it has none."""
+    """Blocks by column, as they were at its last admission."""
     hashes: tuple[bytes, ...] = ()
     num_admitted_tokens: int = 0
     """Known tokens at admission."""
@@ -167,8 +167,7 @@ class StoreScheduler:
             self._orders.append(StoreComputed(known.table[missing], tuple(known.hashes[c] for c in missing)))
 
     def request_preempted(self, key: RequestKey) -> None:
-        known = self._requests[key]
-        known.table, known.num_announced = _NO_BLOCKS, 0
+        """Its next admission tells which blocks it has then."""
 
     def build_connector_meta(self) -> StoreMetadata | None:
         orders, self._orders = tuple(self._orders), []
@@ -184,7 +183,7 @@ class StoreScheduler:
         num_tokens, num_columns = len(request.token_ids), block_ids.shape[1]
         # A token that was sampled since admission tells that all before it had been computed, and no step had failed.
         has_sampled = num_tokens > known.num_admitted_tokens and not known.has_more_input
-        if not self._stores or not num_columns or not has_sampled or not len(known.table):
+        if not self._stores or not num_columns or not has_sampled:
             return False, None
         last = min((num_tokens - 1) // self._block_size, num_columns, len(request.block_hashes))
         # Also what was announced before, if it was not taken.

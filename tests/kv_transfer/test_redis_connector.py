@@ -86,9 +86,13 @@ def test_a_look_up_is_made_once_and_answers_for_what_is_left_of_it(board: Any) -
     assert board.num_leading((0, 0), HASHES[2:]) == 3
     assert board.num_leading((0, 0), HASHES[6:]) == 0
     assert asked == [8]
-    # Another request's, or a longer one, is another.
+    # Another request's is another, and so is one for other blocks, or more.
     assert answer(board, HASHES, number=1) == 5
-    assert asked == [8, 8]
+    assert board.num_leading((0, 0), HASHES[1:3]) is None
+    assert answer(board, HASHES[1:3]) == 2
+    assert board.num_leading((0, 0), HASHES) is None
+    assert answer(board, HASHES) == 5
+    assert asked == [8, 8, 2, 8]
 
 
 def test_what_was_answered_is_asked_again_when_it_is_old_or_was_wrong(board: Any) -> None:
