@@ -42,6 +42,8 @@ typedef struct {
     Entry *entries;
     uint32_t entry_mask; /* Their number, a power of two, less one. */
     PyObject *events;    /* A list or NULL. */
+    PyObject *changes;   /* A dict or NULL. */
+    Py_ssize_t watched_group;
 } Pool;
 
 /* ---- blocks as arguments ---- */
@@ -246,7 +248,15 @@ static int append_event(const Pool *pool, PyObject *event)
     return failed;
 }
 
-/* Fails only where the event cannot be told. */
+/* The latest word on whether a lookup finds this hash. */
+static int note_change(const Pool *pool, PyObject *block_hash, Py_ssize_t group, PyObject *is_findable)
+{
+    if (!pool->changes || group != pool->watched_group)
+        return 0;
+    return PyDict_SetItem(pool->changes, block_hash, is_findable);
+}
+
+/* Fails only where it cannot be told. */
 static int forget_block(Pool *pool, int32_t block)
 {
     PyObject *block_hash = pool->hashes[block];
@@ -258,8 +268,8 @@ static int forget_block(Pool *pool, int32_t block)
     pool->hashes[block] = NULL;
     pool->groups[block] = 0;
     pool->version++;
-    int failed = 0;
-    if (pool->events) {
+    int failed = note_change(pool, block_hash, group, Py_False);
+    if (!failed && pool->events) {
         ModuleState *state = PyType_GetModuleState(Py_TYPE(pool));
         failed = append_event(pool, PyObject_CallFunction(state->block_removed, "On", block_hash, group));
     }
@@ -285,7 +295,7 @@ static int cache_block(Pool *pool, int32_t block, PyObject *block_hash, Py_ssize
     pool->hashes[block] = block_hash;
     pool->groups[block] = (int32_t)group;
     pool->version++;
-    return 1;
+    return note_change(pool, block_hash, group, Py_True) < 0 ? -1 : 1;
 }
 
 /* ---- taking and releasing ---- */
@@ -501,6 +511,9 @@ static PyObject *Pool_clear_all(Pool *pool, PyObject *Py_UNUSED(unused))
 {
     if (pool->num_free != pool->num_blocks - 1)
         Py_RETURN_FALSE;
+    for (Py_ssize_t block = 0; block < pool->num_blocks; block++)
+        if (pool->hashes[block] && note_change(pool, pool->hashes[block], pool->groups[block], Py_False) < 0)
+            return NULL;
     memset(pool->entries, 0, sizeof(Entry) * ((size_t)pool->entry_mask + 1));
     for (Py_ssize_t block = 0; block < pool->num_blocks; block++) {
         Py_CLEAR(pool->hashes[block]);
@@ -566,6 +579,16 @@ static PyObject *Pool_lookup(Pool *pool, PyObject *const *arguments, Py_ssize_t 
     PyObject *blocks = look_up(pool, hashes, group);
     Py_DECREF(hashes);
     return blocks;
+}
+
+static PyObject *Pool_findable(Pool *pool, PyObject *Py_UNUSED(unused))
+{
+    PyObject *list = PyList_New(0);
+    for (Py_ssize_t block = 0; list && block < pool->num_blocks; block++)
+        if (pool->hashes[block] && pool->groups[block] == pool->watched_group &&
+            PyList_Append(list, pool->hashes[block]) < 0)
+            Py_CLEAR(list);
+    return list;
 }
 
 static PyObject *count_blocks(Pool *pool, PyObject *argument, int32_t references)
@@ -697,10 +720,11 @@ static int allocate_arrays(Pool *pool)
 /* Everything is set up here: there is no way to see a pool that is not, or to set one up twice. */
 static PyObject *Pool_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords)
 {
-    static char *names[] = {"num_blocks", "num_groups", "events", NULL};
-    Py_ssize_t num_blocks, num_groups = 1;
-    PyObject *events = Py_None;
-    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "n|n$O:BlockPool", names, &num_blocks, &num_groups, &events))
+    static char *names[] = {"num_blocks", "num_groups", "events", "changes", "watched_group", NULL};
+    Py_ssize_t num_blocks, num_groups = 1, watched_group = 0;
+    PyObject *events = Py_None, *changes = Py_None;
+    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "n|n$OOn:BlockPool", names, &num_blocks, &num_groups, &events,
+                                     &changes, &watched_group))
         return NULL;
     if (num_blocks < 2 || num_blocks > MAX_NUM_BLOCKS)
         return PyErr_Format(PyExc_ValueError,
@@ -710,16 +734,23 @@ static PyObject *Pool_new(PyTypeObject *type, PyObject *arguments, PyObject *key
         return PyErr_Format(PyExc_ValueError, "num_groups is %zd: there must be one at least", num_groups);
     if (events != Py_None && !PyList_Check(events))
         return PyErr_Format(PyExc_TypeError, "events must be a list or None, not %s", Py_TYPE(events)->tp_name);
+    if (changes != Py_None && !PyDict_CheckExact(changes))
+        return PyErr_Format(PyExc_TypeError, "changes must be a dict or None, not %s", Py_TYPE(changes)->tp_name);
     Pool *pool = (Pool *)type->tp_alloc(type, 0);
     if (!pool)
         return NULL;
     pool->num_blocks = num_blocks;
     pool->num_groups = num_groups;
+    pool->watched_group = watched_group;
     if (events != Py_None) {
         Py_INCREF(events);
         pool->events = events;
     }
-    if (allocate_arrays(pool) < 0) {
+    if (changes != Py_None) {
+        Py_INCREF(changes);
+        pool->changes = changes;
+    }
+    if (check_group(pool, watched_group) < 0 || allocate_arrays(pool) < 0) {
         Py_DECREF(pool);
         return NULL;
     }
@@ -728,18 +759,20 @@ static PyObject *Pool_new(PyTypeObject *type, PyObject *arguments, PyObject *key
     return (PyObject *)pool;
 }
 
-/* The hashes are bytes: only these can be part of a cycle. */
+/* The hashes are bytes: only the list and the dict can be part of a cycle. */
 static int Pool_traverse(Pool *pool, visitproc visit, void *arg)
 {
     Py_VISIT(Py_TYPE(pool));
     Py_VISIT(pool->events);
+    Py_VISIT(pool->changes);
     return 0;
 }
 
-/* Breaking the cycle at the events leaves a pool that still works, should anything reach it. */
+/* Breaking the cycle at what it tells leaves a pool that still works, should anything reach it. */
 static int Pool_clear(Pool *pool)
 {
     Py_CLEAR(pool->events);
+    Py_CLEAR(pool->changes);
     return 0;
 }
 
@@ -781,6 +814,7 @@ static PyMethodDef pool_methods[] = {
      "find($self, block_hash, /, group=0)\n--\n\n"},
     {"lookup", (PyCFunction)(void (*)(void))Pool_lookup, METH_FASTCALL,
      "lookup($self, hashes, group=0, /)\n--\n\n"},
+    {"findable", (PyCFunction)Pool_findable, METH_NOARGS, "findable($self, /)\n--\n\n"},
     {"num_unheld", (PyCFunction)Pool_num_unheld, METH_O, "num_unheld($self, blocks, /)\n--\n\n"},
     {"num_references", (PyCFunction)Pool_num_references, METH_O, "num_references($self, block, /)\n--\n\n"},
     {"num_sole_references", (PyCFunction)Pool_num_sole_references, METH_O,

@@ -32,8 +32,20 @@ class BlockPool:
     has, before anything is changed.
     """
 
-    def __init__(self, num_blocks: int, num_groups: int = 1, *, events: list[KvEvent] | None = None) -> None:
-        """`events` takes in what is removed from the cache; None: nobody wants to know."""
+    def __init__(
+        self,
+        num_blocks: int,
+        num_groups: int = 1,
+        *,
+        events: list[KvEvent] | None = None,
+        changes: dict[bytes, bool] | None = None,
+        watched_group: int = 0,
+    ) -> None:
+        """`events` takes in what is removed from the cache; None: nobody wants to know.
+
+        `changes` takes in which hashes of `watched_group` became findable (True) or ceased to be (False), the latest
+        word on each; whoever gave it empties it.
+        """
         if num_blocks < 2:
             raise ValueError(f"num_blocks is {num_blocks}: a pool needs the null block and at least one more")
         if num_groups < 1:
@@ -45,6 +57,9 @@ class BlockPool:
         # First to last is the order in which blocks are handed out.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
         self._events = events
+        self._changes = changes
+        self._watched_group = watched_group
+        self._known_in(watched_group)
         self.version = 0
         """Changes whenever a lookup may give another answer."""
 
@@ -130,6 +145,7 @@ class BlockPool:
         self._hashes[block] = block_hash
         self._groups[block] = group
         self.version += 1
+        self._note(block_hash, group, True)
         return True
 
     def cache_all(self, blocks: Sequence[int] | Int32Array, hashes: Sequence[bytes], group: int = 0, /) -> list[int]:
@@ -153,6 +169,7 @@ class BlockPool:
             self._hashes[block] = None
             self._groups[block] = 0
             self.version += 1
+            self._note(block_hash, group, False)
             if self._events is not None:
                 self._events.append(BlockRemoved(block_hash, group))
 
@@ -160,6 +177,8 @@ class BlockPool:
         """Forget all content; False, with nothing changed, while anybody holds a block."""
         if len(self._free) != self.num_usable_blocks:
             return False
+        for block_hash in self.findable():
+            self._note(block_hash, self._watched_group, False)
         self._hashes = [None] * len(self._hashes)
         self._groups = [0] * len(self._groups)
         for known in self._block_of_hash:
@@ -183,6 +202,10 @@ class BlockPool:
                 break
             blocks.append(block)
         return blocks
+
+    def findable(self) -> list[bytes]:
+        """All hashes of the watched group that a lookup finds, in no order. O(blocks)."""
+        return list(self._block_of_hash[self._watched_group])
 
     def num_unheld(self, blocks: Iterable[int] | Int32Array) -> int:
         """How many of `blocks` lie in the free list (and would leave it when touched)."""
@@ -219,6 +242,10 @@ class BlockPool:
                 if block_hash is not None and self._groups[block] == group
             }
             assert carried == known, "prefix map differs from the blocks' hashes"
+
+    def _note(self, block_hash: bytes, group: int, is_findable: bool) -> None:
+        if self._changes is not None and group == self._watched_group:
+            self._changes[block_hash] = is_findable
 
     def _check(self, block: int) -> None:
         if not 0 <= block < len(self._ref_counts):

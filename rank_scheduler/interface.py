@@ -58,6 +58,9 @@ class SchedulerSetup:
     async_scheduling: bool = False
     """Plan step N + 1 while step N is computed; `SchedulerConfig.async_scheduling`, resolved for this rank."""
     emit_kv_events: bool = False
+    """Keep events with tokens for `take_kv_events`; steps take longer then."""
+    record_prefix_changes: bool = False
+    """Keep what `take_prefix_changes` returns, which costs next to nothing."""
     connector: SchedulerConnector | None = None
     kv_load_failure_policy: Literal["recompute", "fail"] = "recompute"
     """After a failed load: compute what is missing (or load again, see `max_kv_load_retries`), or end the request."""
@@ -120,4 +123,16 @@ class SchedulerInterface(Protocol):
     def explain(self, request_id: str) -> list[Explanation]: ...
     def take_stats(self) -> StepStats: ...
     def take_kv_events(self) -> list[KvEvent]: ...
+    def take_prefix_changes(self) -> dict[bytes, bool]:
+        """Hash → whether a prompt would find it now, of those that changed since the last call.
+
+        Hashes are those of `prefix_chain`. With several `kv_groups` they are those of one full-attention group: a hit
+        is at most as long as these say. What is on its way (a step that computes it, a load) may count already.
+        """
+        ...
+
+    def findable_prefixes(self) -> list[bytes]:
+        """All hashes whose latest change was True, in no order."""
+        ...
+
     def check_integrity(self) -> None: ...

@@ -35,14 +35,30 @@ class KvCacheManager:
     """Owner of the block pool."""
 
     def __init__(
-        self, num_blocks: int, block_size: int, groups: tuple[KvGroup, ...], *, emit_events: bool = False
+        self,
+        num_blocks: int,
+        block_size: int,
+        groups: tuple[KvGroup, ...],
+        *,
+        emit_events: bool = False,
+        records_changes: bool = False,
     ) -> None:
+        """`emit_events`: keep whole events, with tokens; `records_changes`: only what is findable, which costs less."""
         self.block_size = block_size
         self.groups = groups
         self.num_groups = len(groups)
         self.events: list[KvEvent] = []
         self._emit_events = emit_events
-        self.pool = make_block_pool(num_blocks, self.num_groups, events=self.events if emit_events else None)
+        self._changes: dict[bytes, bool] = {}
+        # A window group gives up what a sequence has passed: what all of a prompt needs, a full one tells best.
+        watched = next((index for index, group in enumerate(groups) if group.sliding_window is None), 0)
+        self.pool = make_block_pool(
+            num_blocks,
+            self.num_groups,
+            events=self.events if emit_events else None,
+            changes=self._changes if records_changes else None,
+            watched_group=watched,
+        )
         self._windows = [(index, group.sliding_window) for index, group in enumerate(groups) if group.sliding_window]
 
     @property
@@ -172,6 +188,18 @@ class KvCacheManager:
         events = self.events[:]
         self.events.clear()
         return events
+
+    def take_changes(self) -> dict[bytes, bool]:
+        """Hash → whether it is findable now, of those that changed since the last call.
+
+        Of the first group without a window, or the first at all. With several groups a hit is never longer than what
+        this one has, and may be shorter.
+        """
+        if not self._changes:
+            return {}
+        changes = self._changes.copy()
+        self._changes.clear()
+        return changes
 
     def _stored(self, hashes: list[bytes], first: int, last: int, token_ids: Int32Array, group: int) -> None:
         tokens = token_ids[first * self.block_size : last * self.block_size].tolist()

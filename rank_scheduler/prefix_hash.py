@@ -1,57 +1,19 @@
-"""Hash chain over full blocks of tokens: equal hashes mean equal content from the sequence's start on.
-
-hash(block) = SHA-256(hash(previous block) or the root, the block's tokens as little-endian int32, its extra keys).
-"""
+"""The hash chain of `prefix_chain` over arrays of tokens, as a rank's scheduler makes it block by block."""
 
 from __future__ import annotations
 
 import hashlib
-from bisect import bisect_right
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 
 import numpy as np
 
 from rank_scheduler.extension import ExtensionMissingError, load
 from rank_scheduler.plan import Int32Array
+from rank_scheduler.prefix_chain import ROOT_HASH as ROOT_HASH
+from rank_scheduler.prefix_chain import ExtraKeys as ExtraKeys
 
 _LITTLE_ENDIAN = np.dtype("<i4")
-# Any fixed value: every rank of every process must compute equal hashes for equal prefixes.
-ROOT_HASH = hashlib.sha256(b"serried prefix chain").digest()
-"""Parent of a sequence's first block."""
-
-
-@dataclass(frozen=True, slots=True)
-class ExtraKeys:
-    """What besides tokens makes two sequences differ."""
-
-    salt: str = ""
-    """Goes into the first block, and so into all."""
-    items: tuple[tuple[bytes, int, int], ...] = ()
-    """(identifier, offset, length) of encoder items, in positions; in order of offset, not overlapping."""
-
-    @property
-    def end(self) -> int:
-        """Blocks that start here or later have no extra keys."""
-        if self.items:
-            _, offset, length = self.items[-1]
-            return offset + length
-        return 1 if self.salt else 0
-
-    def for_block(self, start: int, end: int) -> bytes:
-        """Extra keys of the block at positions [start, end); empty if it has none.
-
-        The salt (empty but in the first block), then each overlapping item's identifier and its offset from the
-        block's start, which may be negative. Strings carry their length, so that no two lists of keys read alike.
-        """
-        salt = self.salt.encode() if start == 0 else b""
-        overlapping = []
-        for identifier, offset, _ in self.items[bisect_right(self.items, start, key=_item_end) :]:
-            if offset >= end:
-                break
-            overlapping.append(_prefixed(identifier) + (offset - start).to_bytes(8, "little", signed=True))
-        return _prefixed(salt) + b"".join(overlapping) if salt or overlapping else b""
 
 
 def extend_block_hashes(
@@ -98,14 +60,6 @@ def _row_bytes(token_rows: Int32Array) -> list[bytes]:
     # One bytes object per row in a single call: half the time of slicing.
     row_bytes: list[bytes] = token_rows.view(f"V{4 * token_rows.shape[1]}").ravel().tolist()
     return row_bytes
-
-
-def _item_end(item: tuple[bytes, int, int]) -> int:
-    return item[1] + item[2]
-
-
-def _prefixed(value: bytes) -> bytes:
-    return len(value).to_bytes(4, "little") + value
 
 
 HashRun = Callable[[bytes, Int32Array, int], list[bytes]]

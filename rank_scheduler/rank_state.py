@@ -74,7 +74,13 @@ class RankState:
         if config.disable_hybrid_kv_cache_manager:
             groups = tuple(KvGroup() for _ in groups)
         self._no_blocks = np.zeros((len(setup.kv_groups), 0), np.int32)
-        self.kv = KvCacheManager(setup.num_blocks, setup.block_size, groups, emit_events=setup.emit_kv_events)
+        self.kv = KvCacheManager(
+            setup.num_blocks,
+            setup.block_size,
+            groups,
+            emit_events=setup.emit_kv_events,
+            records_changes=setup.record_prefix_changes,
+        )
         self.batch = RunningBatch(
             config.max_num_seqs,
             setup.max_model_len,

@@ -337,6 +337,13 @@ class Scheduler:
         """What happened to the prefix cache since the last call; always empty unless `SchedulerSetup` asks for it."""
         return self._state.kv.take_events()
 
+    def take_prefix_changes(self) -> dict[bytes, bool]:
+        """See `SchedulerInterface`; always empty unless `SchedulerSetup` asks for it."""
+        return self._state.kv.take_changes()
+
+    def findable_prefixes(self) -> list[bytes]:
+        return self._state.kv.pool.findable()
+
     def check_integrity(self) -> None:
         """Assert that no sequence, slot, block or count is lost or held twice."""
         self._state.check_integrity()

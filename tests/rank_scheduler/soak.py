@@ -166,10 +166,13 @@ class Soak:
             is_encoder_decoder=self.is_encoder_decoder,
             async_scheduling=self.is_async,
             emit_kv_events=rng.random() < 0.3,
+            record_prefix_changes=True,
             connector=self.connector,
             kv_load_failure_policy=rng.choice(["recompute", "recompute", "fail"]),
             performance=_PERFORMANCE,
         )
+        self.findable: set[bytes] = set()
+        """Prefixes, by the changes that were told."""
         self.next_id = 0
         self.submits: dict[int, Submit] = {}
         self.turns: dict[int, list[Extend]] = {}
@@ -269,6 +272,9 @@ class Soak:
                 is_waiting = explanation.state != "running" and not explanation.state.startswith("finished")
                 assert (explanation.message != "") == is_waiting, explanation
         scheduler.take_kv_events()
+        for block_hash, is_findable in scheduler.take_prefix_changes().items():
+            (self.findable.add if is_findable else self.findable.discard)(block_hash)
+        assert self.findable == set(scheduler.findable_prefixes())
         scheduler.check_integrity()
 
     def answer(self) -> None:

@@ -197,6 +197,32 @@ def test_events_tell_what_is_given_up(BlockPool):
     assert pool.find(b"b", 1) is None
 
 
+@in_both
+def test_changes_hold_the_latest_word_on_each_hash_of_one_group(BlockPool):
+    changes = {}
+    pool = BlockPool(5, 2, changes=changes, watched_group=1)
+    blocks = pool.allocate(4)
+    pool.cache_all(blocks[:2], [b"a", b"b"], 1)
+    pool.cache(blocks[2], b"c")
+    assert not pool.cache(blocks[3], b"a", 1), "another block answers already"
+    assert changes == {b"a": True, b"b": True}
+    pool.forget(blocks[0])
+    pool.cache(blocks[0], b"d", 1)
+    pool.forget(blocks[2])
+    assert changes == {b"a": False, b"b": True, b"d": True}
+    assert sorted(pool.findable()) == [b"b", b"d"]
+    changes.clear()
+    pool.release(blocks)
+    pool.allocate(3)
+    assert changes == {b"b": False}, "evicted, where it was not hit"
+    assert not pool.clear()
+    pool.release(blocks[1:])
+    changes.clear()
+    assert pool.clear()
+    assert changes == {b"d": False}
+    assert pool.findable() == []
+
+
 class BlockPoolMachine(RuleBasedStateMachine):
     """Random holders over a small pool; the pool's own invariants are checked after every move."""
 

@@ -42,10 +42,14 @@ class Twins:
     def __init__(self, pool_class, seed):
         self.random = random.Random(seed)
         self.events = ([], [])
+        self.changes = ({}, {})
+        self.watched_group = seed % self.NUM_GROUPS
+        self.told = set()
+        """What is findable in the watched group, by the changes alone."""
         classes = (block_pool.BlockPool, pool_class)
         self.pools = [
-            make(self.NUM_BLOCKS, self.NUM_GROUPS, events=events)
-            for make, events in zip(classes, self.events, strict=True)
+            make(self.NUM_BLOCKS, self.NUM_GROUPS, events=events, changes=changes, watched_group=self.watched_group)
+            for make, events, changes in zip(classes, self.events, self.changes, strict=True)
         ]
         self.held = []
 
@@ -125,6 +129,14 @@ class Twins:
         for name in ("num_free_blocks", "num_usable_blocks", "version"):
             assert getattr(c, name) == getattr(python, name)
         assert self.events[0] == self.events[1]
+        assert self.changes[0] == self.changes[1]
+        for block_hash, is_findable in self.changes[0].items():
+            (self.told.add if is_findable else self.told.discard)(block_hash)
+        for changes in self.changes:
+            changes.clear()
+        assert sorted(c.findable()) == sorted(python.findable()) == sorted(self.told)
+        found = {b"%032d" % number for number in range(31)}
+        assert self.told == {one for one in found if python.find(one, self.watched_group) is not None}
         for number in range(31):
             for group in range(self.NUM_GROUPS):
                 self.do("find", b"%032d" % number, group)
@@ -215,6 +227,8 @@ def test_the_pool_refuses_hashes_and_rows_of_other_types():
         (TypeError, lambda: pool.take(blocks)),
         (TypeError, lambda: pool.release(np.zeros(3, np.float32))),
         (TypeError, lambda: type(pool)(9, events=())),
+        (TypeError, lambda: type(pool)(9, changes=[])),
+        (ValueError, lambda: type(pool)(9, changes={}, watched_group=1)),
         (TypeError, lambda: type(pool)("9")),
     ):
         with pytest.raises(error):
@@ -228,7 +242,8 @@ def test_a_long_life_loses_no_memory():
     hashes = [bytes([number]) * 32 for number in range(64)]
     before = list(map(sys.getrefcount, hashes))
     tokens, hash_run = np.arange(64, dtype=np.int32), import_module("rank_scheduler._prefix_hash").hash_run
-    pool = twin.BlockPool(33)
+    changes = {}
+    pool = twin.BlockPool(33, changes=changes)
 
     def live(pool, num_turns):
         row = np.empty(8, np.int32)
@@ -242,6 +257,8 @@ def test_a_long_life_loses_no_memory():
                 outcome(lambda wrong=wrong: pool.release(wrong))
             outcome(lambda: pool.take([0], row))
             hash_run(hashes[0], tokens, 4)
+            pool.findable()
+            changes.clear()
 
     live(pool, 1_000)
     gc.collect()

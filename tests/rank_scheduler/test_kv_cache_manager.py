@@ -46,6 +46,25 @@ def test_groups_do_not_answer_for_each_other():
     assert kv.probe(hashes_of(3)).num_columns == 1
 
 
+@pytest.mark.parametrize("groups", [FULL_AND_WINDOW, FULL_AND_WINDOW[::-1]])
+def test_changes_are_those_of_the_full_attention_group(groups):
+    kv = KvCacheManager(20, BLOCK_SIZE, groups, records_changes=True)
+    assert kv.take_changes() == {}
+    table = filled(kv, 2)
+    assert kv.take_changes() == {b"a": True, b"aa": True}
+    assert sorted(kv.pool.findable()) == [b"a", b"aa"]
+    assert kv.take_changes() == {}
+    full = groups.index(KvGroup())
+    kv.pool.forget(int(table[1 - full, 0]))
+    assert kv.take_changes() == {}
+    kv.pool.forget(int(table[full, 0]))
+    assert kv.take_changes() == {b"a": False}
+
+
+def test_recording_changes_leaves_the_bulk_paths_on():
+    assert KvCacheManager(20, BLOCK_SIZE, (KvGroup(),), records_changes=True).caches_in_bulk
+
+
 def test_a_window_group_needs_only_what_the_next_position_sees():
     kv = KvCacheManager(20, BLOCK_SIZE, FULL_AND_WINDOW)
     table = filled(kv, 4)

@@ -5,6 +5,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from rank_scheduler import prefix_chain
+from rank_scheduler.prefix_chain import HASH_BYTES, chain, pack, unpack
 from rank_scheduler.prefix_hash import ROOT_HASH, ExtraKeys, extend_block_hashes, hash_blocks
 
 # One twin hashes all examples of a test.
@@ -53,6 +55,25 @@ def test_extending_gives_the_same_as_hashing_at_once(extra, ends, block_size):
     for end in [*ends, 48]:
         extend_block_hashes(grown, tokens[:end], block_size, extra)
     assert grown == hashes_of(range(48), block_size, extra)
+
+
+@CERTAIN
+@given(extra=st.none() | extra_keys(), length=st.integers(0, 48), block_size=st.integers(1, 16))
+def test_the_chain_over_bytes_is_that_over_arrays(extra, length, block_size):
+    tokens = np.arange(length, dtype="<i4") - 7
+    expected = hashes_of(tokens, block_size, extra)
+    assert chain(tokens.tobytes(), block_size, extra) == expected
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prefix_chain, "_hash_run", prefix_chain.hash_run_in_python)
+        assert chain(tokens.tobytes(), block_size, extra) == expected
+
+
+def test_hashes_go_by_their_first_bytes():
+    hashes = hashes_of(range(40))
+    assert unpack(pack(hashes)) == tuple(int.from_bytes(one[:HASH_BYTES], "little") for one in hashes)
+    assert unpack(b"") == ()
+    with pytest.raises(ValueError, match="15 bytes"):
+        unpack(bytes(15))
 
 
 def test_hashes_are_the_same_in_every_process():
