@@ -8,6 +8,7 @@ of its own, over the same store.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -53,12 +54,12 @@ class StoreSoak(soak.Soak):
             vocab_size=soak.VOCAB_SIZE,
             eos_token_ids=frozenset({soak.EOS}),
         )
+        drawn = self.engine.scheduler.setup
+        options = {field.name: getattr(drawn, field.name) for field in dataclasses.fields(drawn)}
+        for name in ("max_model_len", "vocab_size", "eos_token_ids", "num_blocks", "block_size", "connector"):
+            del options[name]
         self.engine: ConnectedEngine = ConnectedEngine(
-            self.runner,
-            connector,
-            self.config,
-            async_scheduling=self.is_async,
-            kv_load_failure_policy=rng.choice(["recompute", "recompute", "fail"]),
+            self.runner, connector, self.config, **(options | {"enable_prefix_caching": True})
         )
         if rng.random() < 0.3:
             self.engine.failing_steps = set(rng.sample(range(1, NUM_STEPS), 6))
