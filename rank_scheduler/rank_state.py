@@ -264,15 +264,15 @@ class RankState:
         What lies before them is right, stays in the prefix cache, and is found there by the next attempt.
         """
         batch = self.batch
+        # Whoever has left since the step was planned holds no slot, but what it has left is findable as well.
+        for held in [*(held for _, held in self.deferred_frees), *self.sending.values()]:
+            self._forget_from_lost(held.table, invalid)
         for slot in batch.order.tolist():
-            table = batch.table(slot)
-            columns = np.flatnonzero(np.isin(table, list(invalid)).any(axis=0))
-            if not len(columns):
+            column = self._forget_from_lost(batch.table(slot), invalid)
+            if column is None:
                 continue
-            for block in table[:, columns[0] :].ravel().tolist():
-                self.kv.pool.forget(block)
             sequence = batch.at(slot)
-            cause = f"KV of its column {int(columns[0])} could not be loaded"
+            cause = f"KV of its column {column} could not be loaded"
             self.stats.num_failed_loads += 1
             sequence.num_load_failures += 1
             sequence.note(RequestEvent.LOAD_FAILED, now, cause)
@@ -357,6 +357,15 @@ class RankState:
         if connector is None or request is None or not self.may_load(sequence):
             return False
         return connector.may_load_async(request)
+
+    def _forget_from_lost(self, table: Int32Array, invalid: frozenset[int]) -> int | None:
+        """Nobody is to find the first lost block and what lies behind it; returns its column, None: there is none."""
+        columns = np.flatnonzero(np.isin(table, list(invalid)).any(axis=0))
+        if not len(columns):
+            return None
+        for block in table[:, columns[0] :].ravel().tolist():
+            self.kv.pool.forget(block)
+        return int(columns[0])
 
     def _restart(self, slot: int, now: float, cause: str) -> None:
         """Take slot and blocks; what steps in flight bring it is wrong, and forgotten."""

@@ -255,6 +255,26 @@ def test_whoever_shared_what_was_lost_starts_again_as_well():
     assert rank.tokens[3] == expected([*prompt[:12], 30], 3)
 
 
+@pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.parametrize("keeps", [0, 1])
+def test_who_has_left_meanwhile_leaves_nothing_lost_behind(async_scheduling, keeps):
+    rank = LossyRank(setup={"async_scheduling": async_scheduling})
+    prompt = prompt_of(15)
+    rank.lose = {15: [1]}
+    rank.submit(1, prompt, 4, fields=external(12, is_async=0, keep=keeps))
+    rank.plan()
+    rank.abort(1)
+    while rank.in_flight:
+        rank.finish_step()
+    rank.submit(2, prompt, 4)
+    rank.run()
+    assert rank.tokens[2] == expected(prompt, 4)
+    if keeps:
+        rank.end_send(1)
+    rank.run()
+    rank.assert_nothing_held()
+
+
 def test_with_the_policy_fail_a_lost_block_ends_its_request_only():
     rank = LossyRank(kv_load_failure_policy="fail")
     rank.lose = {15: [1]}
