@@ -20,11 +20,12 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
+from cluster.prefix_feed import PrefixFeed
 from cluster.step_executor import ExecutorThread, StepEnded, StepExecutor
 from kv_transfer.connector import LoadFenced, LoadFinished, SendFinished, WorkerConnector
 from model_runner.runner import ModelRunner
 from rank_scheduler.interface import PauseState, SchedulerInterface
-from rank_scheduler.messages import Explain, Explained, Extend, RankLoad, RankToRouter, Submit
+from rank_scheduler.messages import Explain, Explained, Extend, RankLoad, RankToRouter, StepFrame, Submit
 from rank_scheduler.plan import StepPlan, StepResult
 from rank_scheduler.stats import StepStats
 from rank_scheduler.structured_output import CompileGrammar, GrammarMatcher
@@ -86,6 +87,13 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefixesAsked:
+    """Answered by a snapshot, and by changes from then on."""
+
+    owner: int
+
+
+@dataclass(frozen=True, slots=True)
 class GrammarCompiled:
     """What a `CompileGrammar` came to: a matcher, or else why there is none."""
 
@@ -123,6 +131,7 @@ Event = (
     | Aborted
     | OwnerLost
     | Asked
+    | PrefixesAsked
     | GrammarCompiled
     | LoadFinished
     | LoadFenced
@@ -165,6 +174,7 @@ class RankLoop:
         self._in_flight: deque[StepPlan] = deque()
         self._pauses: deque[tuple[StepPlan, Future[None]]] = deque()
         """Requested pauses, each with the last plan that was in flight then."""
+        self._prefixes = PrefixFeed()
         self._found_nothing = False
         """The latest `schedule` had nothing to compute."""
         self._is_failing = False
@@ -219,7 +229,8 @@ class RankLoop:
                 self._compile_grammars()
                 if plan is not None:
                     self._start(plan)
-                self._tell(self._scheduler.take_frames())
+                # What a plan has changed goes with its step's frame, if that is still to come.
+                self._tell(self._scheduler.take_frames(), with_prefixes=not self._in_flight)
                 self.load = self._scheduler.load()
                 self.num_ignored_messages = self._scheduler.num_ignored_messages
         except Exception as error:
@@ -296,9 +307,11 @@ class RankLoop:
             if self._executor_thread is not None:
                 self._executor_thread.resume()
 
-    def _tell(self, messages: Mapping[int, RankToRouter]) -> None:
-        if messages:
-            self._send(messages)
+    def _tell(self, frames: Mapping[int, StepFrame], *, with_prefixes: bool = True) -> None:
+        if with_prefixes:
+            frames = self._prefixes.add_to(frames, self._scheduler.take_prefix_changes(), self.load)
+        if frames:
+            self._send(frames)
 
     def _compile_grammars(self) -> None:
         for action in self._scheduler.take_compile_actions():
@@ -323,10 +336,14 @@ class RankLoop:
                     self._grammar_compiler.cancel(owner, request_id)
             case OwnerLost(owner):
                 scheduler.drop_owner(owner, now)
+                self._prefixes.drop(owner)
                 if self._grammar_compiler is not None:
                     self._grammar_compiler.cancel_owner(owner)
             case Asked(owner, explain):
-                self._tell({owner: Explained(explain.query, now, scheduler.explain(explain.request_id))})
+                self._send({owner: Explained(explain.query, now, scheduler.explain(explain.request_id))})
+            case PrefixesAsked(owner):
+                for part in self._prefixes.watch(owner, scheduler.findable_prefixes()):
+                    self._send({owner: part})
             case GrammarCompiled(owner, request_id, matcher, error, is_request_fault):
                 scheduler.grammar_compiled(owner, request_id, matcher, error, now, is_request_fault=is_request_fault)
             case LoadFinished():

@@ -31,6 +31,7 @@ from cluster.rank_loop import (
     IntegrityCheck,
     OwnerLost,
     PauseRequested,
+    PrefixesAsked,
     RankLoop,
     StatsDue,
     Submitted,
@@ -52,6 +53,7 @@ from rank_scheduler.messages import (
     RouterToRank,
     StepFrame,
     Submit,
+    WatchPrefixes,
 )
 from rank_scheduler.structured_output import GrammarMatcher
 from router.control_link import ControlAddress
@@ -108,6 +110,7 @@ class RankServer:
             kv_groups=capacity.kv_groups,
             is_encoder_decoder=capacity.is_encoder_decoder,
             # Every runner takes plans ahead of results: it appends sampled tokens to its batch itself.
+            record_prefix_changes=cache.enable_prefix_caching,
             async_scheduling=config.resolve_async_scheduling(supported=True, device=capacity.device),
             performance=capacity.performance,
             connector=connector.scheduler if connector is not None else None,
@@ -329,6 +332,8 @@ class RankServer:
                 self._loop.post(Aborted(owner, message.id))
             case Explain():
                 self._loop.post(Asked(owner, message))
+            case WatchPrefixes():
+                self._loop.post(PrefixesAsked(owner))
 
     def _deliver(self, payloads: list[tuple[int, bytes]]) -> None:
         for owner, payload in payloads:

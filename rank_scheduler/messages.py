@@ -151,6 +151,36 @@ class Explain(msgspec.Struct, frozen=True, tag="explain"):
     request_id: str
 
 
+class WatchPrefixes(msgspec.Struct, frozen=True, tag="watch_prefixes"):
+    """Router → rank: which prefixes are in your cache? Answered by a snapshot, and changes from then on.
+
+    Sent anew, and answered anew, by a router that has missed some.
+    """
+
+
+class PrefixEvents(msgspec.Struct, frozen=True, array_like=True):
+    """Which hashes became findable, or ceased to be, since the one numbered `seq` - 1.
+
+    Hashes are as `prefix_chain.pack` makes them. Set semantics: what is known already may be told again.
+    """
+
+    seq: Int63
+    stored: bytes = b""
+    removed: bytes = b""
+
+
+class PrefixSnapshot(msgspec.Struct, frozen=True, tag="prefix_snapshot", omit_defaults=True):
+    """Rank → router: all hashes that are findable, in one or more parts without a frame between them.
+
+    The next events have the number `seq` + 1. An empty cache has one part.
+    """
+
+    seq: Int63
+    hashes: bytes = b""
+    is_first: bool = True
+    is_last: bool = True
+
+
 class End(msgspec.Struct, frozen=True, omit_defaults=True):
     """The last word on a request. Its tokens, if any in this step, stand in the same frame."""
 
@@ -236,6 +266,8 @@ class StepFrame(msgspec.Struct, frozen=True, tag="step", omit_defaults=True):
     """Requests whose prompt became fully computed in this step."""
     kv_transfer: KvTransferLoad | None = None
     """None: nothing new, or no connector."""
+    prefixes: PrefixEvents | None = None
+    """For those who watch."""
 
 
 class TimelineEntry(msgspec.Struct, frozen=True):
@@ -277,5 +309,5 @@ class Explained(msgspec.Struct, frozen=True, tag="explained"):
     """One per sequence of the request on this rank, in order of arrival; empty if none is remembered."""
 
 
-RouterToRank = Submit | Extend | Abort | Explain
-RankToRouter = StepFrame | Explained
+RouterToRank = Submit | Extend | Abort | Explain | WatchPrefixes
+RankToRouter = StepFrame | Explained | PrefixSnapshot

@@ -123,6 +123,18 @@ class RouterMetrics:
             ["leg", "role"],
             registry=self.registry,
         )
+        self._placement_tokens = Counter(
+            "serried_placement_tokens",
+            "Prompt tokens of choices, by the part that a rank was asked for and the role of the rank's pool.",
+            ["leg", "role"],
+            registry=self.registry,
+        )
+        self._placement_cached_tokens = Counter(
+            "serried_placement_cached_tokens",
+            "Those of serried_placement_tokens that the router expected in the rank's prefix cache.",
+            ["leg", "role"],
+            registry=self.registry,
+        )
         self.handoff = Histogram(
             "serried_handoff_seconds",
             "From the end of a prefill rank's part to the first token of the rank that goes on.",
@@ -160,6 +172,10 @@ class RouterMetrics:
 
     def routed(self, leg: Leg, role: PoolRole) -> None:
         self._routed.labels(str(leg), str(role)).inc()
+
+    def placed(self, leg: Leg, role: PoolRole, num_tokens: int, num_cached_tokens: int) -> None:
+        self._placement_tokens.labels(str(leg), str(role)).inc(num_tokens)
+        self._placement_cached_tokens.labels(str(leg), str(role)).inc(num_cached_tokens)
 
     def peer_fault(self, peer: str, fault: PeerFault) -> None:
         self._peer_faults.labels(peer, str(fault)).inc()

@@ -25,6 +25,8 @@ class PeerFault(StrEnum):
     """It was not heard of, or did not answer, in time; its connection was cut."""
     STALE = "stale"
     """It sent a token or an end of a sequence that is not live, or an answer that nobody waits for (any more)."""
+    GAP = "gap"
+    """A rank left out changes of its prefix cache, and was asked for all that it has."""
     UNEXPECTED = "unexpected"
     """What it sent made the router fail in a way that nobody foresaw; its connection was cut."""
 

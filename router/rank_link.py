@@ -14,13 +14,26 @@ from dataclasses import dataclass
 import msgspec
 
 from kv_transfer.connection import MAX_SEND_BUFFER_BYTES, Connection
-from rank_scheduler.messages import Abort, Explain, Explained, KvTransferLoad, RankLoad, RankToRouter, StepFrame, Submit
+from rank_scheduler.messages import (
+    Abort,
+    Explain,
+    Explained,
+    KvTransferLoad,
+    PrefixEvents,
+    PrefixSnapshot,
+    RankLoad,
+    RankToRouter,
+    StepFrame,
+    Submit,
+    WatchPrefixes,
+)
 from router.choice import Choice
 from router.control_messages import RankRecord
 from router.errors import ApiError, Cause
 from router.explanation import RankAnswer
 from router.peer import UNDECODABLE, PeerFault
 from router.placement import Candidate, load_contains
+from router.prefix_index import PrefixIndex
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +51,7 @@ class _Unseen:
 
 
 class RankLink:
-    """Use from the event loop that owns `connection`.
+    """Use from the event loop that owns `connection`. While it is open, `prefixes` has what the rank's cache has.
 
     `on_idle` is called when the last live sequence has ended, `on_room` when a link that was
     full `has_room` again, as its rank's next frame shows (there is one per second at least).
@@ -49,6 +62,7 @@ class RankLink:
         record: RankRecord,
         connection: Connection,
         *,
+        prefixes: PrefixIndex,
         silence_timeout_s: float,
         on_idle: Callable[[RankLink], None],
         on_room: Callable[[], None],
@@ -59,6 +73,7 @@ class RankLink:
         """Figures of the rank's KV connector, if it has one, as last heard."""
         self.load = RankLoad(num_free_blocks=record.num_blocks, num_blocks=record.num_blocks)
         self._connection = connection
+        self._prefixes = prefixes
         self._silence_timeout_s = silence_timeout_s
         self._on_idle = on_idle
         self._on_room = on_room
@@ -75,8 +90,10 @@ class RankLink:
         self._is_full = False
         self._last_frame_at = self._loop.time()
         self._watch = self._loop.call_later(silence_timeout_s, self._check_silence)
+        prefixes.add(record.boot_id, record.block_size)
         connection.closed.add_done_callback(self._on_closed)
         connection.start(self._on_frame)
+        self._connection.send(self._encoder.encode(WatchPrefixes()))
 
     @property
     def closed(self) -> asyncio.Future[str]:
@@ -96,8 +113,9 @@ class RankLink:
         """Whether another request may be submitted now."""
         return self._connection.num_unsent_bytes < MAX_UNSENT_BYTES
 
-    def candidate(self) -> Candidate:
-        return Candidate(self.load, len(self._unseen), self._num_unseen_tokens)
+    def candidate(self, num_own_tokens: int = 0) -> Candidate:
+        """`num_own_tokens`: what the request to be placed would bring."""
+        return Candidate(self.load, len(self._unseen), self._num_unseen_tokens, num_own_tokens)
 
     def submit(self, prepared: Submit, choice: Choice, num_new_tokens: int) -> int:
         """Send what is prepared, under an id of the link's own, to the rank; returns the id to abort it by.
@@ -159,6 +177,9 @@ class RankLink:
         if isinstance(frame, Explained):
             self._last_frame_at = self._loop.time()
             self._on_explained(frame)
+        elif isinstance(frame, PrefixSnapshot):
+            self._last_frame_at = self._loop.time()
+            self._on_prefixes(frame)
         elif len(frame.ids) == len(frame.tokens):
             self._last_frame_at = self._loop.time()
             self._on_step(frame)
@@ -196,11 +217,23 @@ class RankLink:
         if self._unseen:
             for request_id in [i for i, unseen in self._unseen.items() if load_contains(unseen.num_steps, frame.load)]:
                 self._saw(request_id)
+        if frame.prefixes is not None:
+            self._on_prefixes(frame.prefixes)
         if self._is_full and self.has_room:
             self._is_full = False
             self._on_room()
         if frame.ends:
             self._tell_if_idle()
+
+    def _on_prefixes(self, message: PrefixEvents | PrefixSnapshot) -> None:
+        try:
+            if isinstance(message, PrefixSnapshot):
+                self._prefixes.take_snapshot(self.record.boot_id, message)
+            elif not self._prefixes.take_events(self.record.boot_id, message):
+                self._count(PeerFault.GAP)
+                self._connection.send(self._encoder.encode(WatchPrefixes()))
+        except ValueError as error:
+            self._cut_malformed(f"what are no prefixes: {error}")
 
     def _cut_malformed(self, what: str) -> None:
         self._count(PeerFault.MALFORMED)
@@ -229,6 +262,7 @@ class RankLink:
 
     def _on_closed(self, closed: asyncio.Future[str]) -> None:
         self._watch.cancel()
+        self._prefixes.forget(self.record.boot_id)
         live, self._live = self._live, {}
         for answer in self._queries.values():
             if not answer.done():

@@ -17,7 +17,8 @@ from router.control_messages import RankRecord
 from router.errors import ApiError, Cause
 from router.explanation import RankAnswer
 from router.peer import PeerFault, keep_connected
-from router.placement import Leg, least_loaded, suitable
+from router.placement import Leg, least_loaded, num_uncached_tokens, own_tokens, suitable
+from router.prefix_index import PrefixIndex, PromptPrefix
 from router.rank_link import RankLink
 
 logger = logging.getLogger(__name__)
@@ -49,8 +50,10 @@ class RankPool:
         self._members: dict[str, RankRecord] = {}
         self._keepers: dict[str, asyncio.Task[None]] = {}
         self._links: dict[str, RankLink] = {}
+        self.prefixes = PrefixIndex()
+        """What each connected rank has in its cache."""
         self._changed = asyncio.Event()
-        self._turn = 0
+        self._turns = dict.fromkeys(Leg, 0)
 
     @property
     def links(self) -> list[RankLink]:
@@ -96,7 +99,24 @@ class RankPool:
         """Whether a rank that is made for this leg is connected, or must be waited for."""
         return not self._falls_back or bool(suitable([link.record.role for link in self.links], leg, falls_back=False))
 
-    def find(self, leg: Leg, preferred: RankLink | None = None) -> RankLink | None:
+    def num_cached_tokens(self, prompt: PromptPrefix) -> dict[str, int]:
+        """By boot id, for ranks that have some of it; empty where there is no choice, and so no need to know."""
+        return self.prefixes.num_cached_tokens(prompt) if self._has_choice else {}
+
+    @property
+    def hashed_block_sizes(self) -> set[int]:
+        """Of which a prompt's hashes will be asked for."""
+        return self.prefixes.block_sizes if self._has_choice else set()
+
+    @property
+    def _has_choice(self) -> bool:
+        return len(self._links) > 1
+
+    def num_uncached_tokens(self, prompt: PromptPrefix, link: RankLink) -> int:
+        """How many of the prompt's tokens this rank would have to compute, or load, as far as is known."""
+        return num_uncached_tokens(prompt.num_tokens, self.num_cached_tokens(prompt).get(link.record.boot_id, 0))
+
+    def find(self, leg: Leg, prompt: PromptPrefix, preferred: RankLink | None = None) -> RankLink | None:
         """The rank for this leg of a request, to be submitted at once; None if no rank can take it now.
 
         Of ranks that only fall back to it, `preferred` is taken, if it is one.
@@ -108,13 +128,20 @@ class RankPool:
         links = [links[index] for index in found]
         if preferred in links:
             return preferred
-        self._turn += 1
-        return links[least_loaded([link.candidate() for link in links], self._turn)]
+        if len(links) == 1:
+            return links[0]
+        self._turns[leg] += 1
+        cached = self.num_cached_tokens(prompt)
+        candidates = [
+            link.candidate(own_tokens(leg, num_uncached_tokens(prompt.num_tokens, cached.get(link.record.boot_id, 0))))
+            for link in links
+        ]
+        return links[least_loaded(candidates, self._turns[leg])]
 
-    async def pick(self, leg: Leg, preferred: RankLink | None = None) -> RankLink:
+    async def pick(self, leg: Leg, prompt: PromptPrefix, preferred: RankLink | None = None) -> RankLink:
         """As `find`; waits a little while no rank can take it. Raises ApiError if there still is none."""
         deadline = asyncio.get_running_loop().time() + self._wait_timeout_s
-        while (link := self.find(leg, preferred)) is None:
+        while (link := self.find(leg, prompt, preferred)) is None:
             changed = self._changed
             try:
                 async with asyncio.timeout_at(deadline):
@@ -151,6 +178,7 @@ class RankPool:
         assert self._members.keys() <= self._keepers.keys(), "a member has no keeper"
         for link in self._links.values():
             link.check_integrity()
+        self.prefixes.check_integrity()
 
     async def _keep(self, record: RankRecord) -> None:
         """Hold a connection to the rank while it is a member."""
@@ -175,6 +203,7 @@ class RankPool:
         link = RankLink(
             record,
             connection,
+            prefixes=self.prefixes,
             silence_timeout_s=self._silence_timeout_s,
             on_idle=self._close_if_no_member,
             on_room=self._wake,

@@ -24,6 +24,7 @@ from router.explanation import InRouter, RouterStage
 from router.grammar_check import GrammarChecker
 from router.metrics import RouterMetrics
 from router.placement import Leg
+from router.prefix_index import PromptPrefix
 from router.protocol import (
     DEFAULT_COMPLETION_MAX_TOKENS,
     MAX_NUM_PROMPT_TOKENS,
@@ -80,6 +81,8 @@ class RequestFlow:
         self._choices: list[Choice] = []
         self._submits: list[Submit] = []
         """Of each choice, as it was first sent."""
+        self._prefixes: list[PromptPrefix] = []
+        """Of each choice's prompt."""
         self._places: dict[int, tuple[RankLink, int]] = {}
         """Choice → the link that it was last submitted to, and its id there."""
         self._moves: set[asyncio.Task[None]] = set()
@@ -134,16 +137,17 @@ class RequestFlow:
         self._stage = RouterStage.PLACEMENT
         seed = request.seed if request.seed is not None else int.from_bytes(os.urandom(8), "little")
         for prompt_index, prompt in enumerate(prompts):
-            leg = self._first_leg(len(prompt))
-            link = await self._pool.pick(leg)
-            self._raise_error()
             token_ids = struct.pack(f"<{len(prompt)}i", *prompt)
+            salt = request.cache_salt or ""
+            prefix = PromptPrefix(token_ids, salt, is_read=not request.skip_reading_prefix_cache)
+            leg, link = await self._place(prefix)
+            self._raise_error()
             # Equal prompts of one request answer alike under a given seed, as they would if sent one by one;
             # without one, every choice is its own draw.
             base = seed if request.seed is not None else seed + prompt_index * request.num_choices
             for choice_index in range(request.num_choices):
                 sampling = self._sampling((base + choice_index) & _UINT64, max_tokens[prompt_index])
-                self._submit(leg, link, token_ids, sampling)
+                self._submit(leg, link, token_ids, prefix, sampling)
 
     async def next(self) -> list[Delta]:
         """What has come since the last call; waits until there is something. Raises ApiError if the request failed.
@@ -220,12 +224,23 @@ class RequestFlow:
         if self._error is not None:
             raise self._error
 
-    def _first_leg(self, num_tokens: int) -> Leg:
-        """Whether a prefill rank computes this prompt, and another goes on."""
-        least = self._remote_prefill_min_tokens
-        return Leg.WHOLE if least is None or num_tokens < least else Leg.PREFILL
+    async def _place(self, prompt: PromptPrefix) -> tuple[Leg, RankLink]:
+        """The rank that begins with this prompt, and whether another goes on.
 
-    def _submit(self, leg: Leg, link: RankLink, token_ids: bytes, sampling: SamplingParams) -> None:
+        That is a prefill rank only if the one that would best take it whole had too much of it to compute.
+        """
+        await self._tokenizer.hash_prefix(prompt, self._pool.hashed_block_sizes)
+        least = self._remote_prefill_min_tokens
+        if least is None or prompt.num_tokens < least:
+            return Leg.WHOLE, await self._pool.pick(Leg.WHOLE, prompt)
+        link = self._pool.find(Leg.WHOLE, prompt)
+        if link is not None and self._pool.num_uncached_tokens(prompt, link) < least:
+            return Leg.WHOLE, link
+        return Leg.PREFILL, await self._pool.pick(Leg.PREFILL, prompt)
+
+    def _submit(
+        self, leg: Leg, link: RankLink, token_ids: bytes, prefix: PromptPrefix, sampling: SamplingParams
+    ) -> None:
         num_tokens = len(token_ids) // 4
         choice = Choice(
             len(self._choices),
@@ -255,7 +270,15 @@ class RequestFlow:
         )
         self._metrics.routed(leg, link.record.role)
         self._submits.append(prepared)
-        self._places[choice.index] = (link, link.submit(prepared, choice, num_tokens))
+        self._prefixes.append(prefix)
+        num_uncached = self._num_uncached_tokens(leg, link, prefix)
+        self._places[choice.index] = (link, link.submit(prepared, choice, num_uncached))
+
+    def _num_uncached_tokens(self, leg: Leg, link: RankLink, prefix: PromptPrefix) -> int:
+        """Of the prompt, which goes to this rank now."""
+        num_uncached = self._pool.num_uncached_tokens(prefix, link)
+        self._metrics.placed(leg, link.record.role, prefix.num_tokens, prefix.num_tokens - num_uncached)
+        return num_uncached
 
     def _on_handoff(self, choice: Choice, end: End) -> None:
         """Its prompt is computed; find a rank that goes on, with the KV that `end` tells where to get."""
@@ -263,7 +286,7 @@ class RequestFlow:
             return
         handed_off_at = self._loop.time()
         before, _ = self._places[choice.index]
-        link = self._pool.find(Leg.DECODE, before)
+        link = self._pool.find(Leg.DECODE, self._prefixes[choice.index], before)
         if link is not None:
             self._go_on(choice, link, end, handed_off_at)
             return
@@ -273,7 +296,7 @@ class RequestFlow:
 
     async def _move(self, choice: Choice, before: RankLink, end: End, handed_off_at: float) -> None:
         try:
-            link = await self._pool.pick(Leg.DECODE, before)
+            link = await self._pool.pick(Leg.DECODE, self._prefixes[choice.index], before)
         except ApiError as error:
             choice.fail(error)
         else:
@@ -288,7 +311,8 @@ class RequestFlow:
             hands_off=False,
             kv_transfer_params=end.kv_transfer_params,
         )
-        num_new_tokens = 1 if end.kv_transfer_params else len(prepared.token_ids) // 4
+        num_uncached = self._num_uncached_tokens(Leg.DECODE, link, self._prefixes[choice.index])
+        num_new_tokens = 1 if end.kv_transfer_params else num_uncached + len(choice.generated)
         choice.handed_off_at = handed_off_at
         self._places[choice.index] = (link, link.submit(prepared, choice, num_new_tokens))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from functools import partial
@@ -24,6 +24,7 @@ from tokenizers import Tokenizer
 
 from router.detokenizer import token_table
 from router.errors import invalid
+from router.prefix_index import PromptPrefix
 from router.token_lengths import TokenLengths
 
 T = TypeVar("T")
@@ -31,6 +32,8 @@ T = TypeVar("T")
 # Beyond these an encode or a decode would hold up the event loop by more than a few milliseconds.
 LONG_TEXT_CHARACTERS = 2_000
 LONG_NUM_TOKENS = 2_000
+# Hashing takes a fraction of what encoding takes.
+LONG_NUM_PROMPT_TOKENS = 8_000
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -71,6 +74,11 @@ class ChatTokenizer:
     async def token_strs(self, token_ids: Sequence[int]) -> list[str]:
         """Each token's text; bytes that are no character on their own are U+FFFD. Many: in the worker thread."""
         return await self._run(len(token_ids) > LONG_NUM_TOKENS, partial(self._token_strs, token_ids))
+
+    async def hash_prefix(self, prompt: PromptPrefix, block_sizes: Iterable[int]) -> None:
+        """Have the prompt's hashes made now. Many: in the worker thread."""
+        for block_size in block_sizes:
+            await self._run(prompt.num_tokens > LONG_NUM_PROMPT_TOKENS, partial(prompt.hashes, block_size))
 
     def min_num_tokens(self, text: str) -> int:
         """`text` has at least so many tokens; found without encoding it."""

@@ -66,6 +66,8 @@ class ScriptedScheduler:
     def __init__(self, config: SchedulerConfig, setup: SchedulerSetup) -> None:
         self.max_num_steps_in_flight = 2 if setup.async_scheduling else 1
         self.num_ignored_messages = 0
+        self.prefix_changes: dict[bytes, bool] = {}
+        self.findable: list[bytes] = []
         self.calls: list[str] = []
         self.wanted = 0
         self.asks_again = 0
@@ -189,6 +191,13 @@ class ScriptedScheduler:
 
     def take_kv_events(self) -> list[KvEvent]:
         raise AssertionError("nobody asked for them")
+
+    def take_prefix_changes(self) -> dict[bytes, bool]:
+        changes, self.prefix_changes = self.prefix_changes, {}
+        return changes
+
+    def findable_prefixes(self) -> list[bytes]:
+        return self.findable
 
     def check_integrity(self) -> None:
         self._note("check")

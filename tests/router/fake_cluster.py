@@ -25,13 +25,17 @@ from rank_scheduler.messages import (
     Explained,
     Explanation,
     FinishReason,
+    PrefixEvents,
+    PrefixSnapshot,
     RankLoad,
     RouterToRank,
     StepFrame,
     Submit,
     TimelineEntry,
     TokenLogprobs,
+    WatchPrefixes,
 )
+from rank_scheduler.prefix_chain import ExtraKeys, chain, pack
 from rank_scheduler.stop_strings import StopStringMatcher
 from router.control_messages import (
     Acquire,
@@ -101,6 +105,12 @@ class FakeRank:
     explains: list[Explain] = field(default_factory=list)
     num_answers_to_explain: int = 1
     """Copies of each answer; 0 is a rank within a long step."""
+    cached: list[bytes] = field(default_factory=list)
+    """Hashes in its prefix cache."""
+    num_watches: int = 0
+    """How often a router has asked for them."""
+    answers_watches: bool = True
+    prefix_seq: int = 0
     greetings: list[bytes] = field(default_factory=list)
     """What the next connections begin with, in place of a frame."""
 
@@ -143,6 +153,22 @@ class FakeRank:
 
     def prompt_text(self, index: int = -1) -> str:
         return str(self.tokenizer.decode(self.prompt(index), skip_special_tokens=False))
+
+    def cache(self, token_ids: SequenceOf[int], salt: str = "") -> None:
+        """Have this prefix from now on, and say so."""
+        data = struct.pack(f"<{len(token_ids)}i", *token_ids)
+        hashes = chain(data, 16, ExtraKeys(salt) if salt else None)
+        self.cached += hashes
+        self.tell_prefixes(stored=hashes)
+
+    def tell_prefixes(self, stored: SequenceOf[bytes] = (), removed: SequenceOf[bytes] = ()) -> None:
+        self.prefix_seq += 1
+        frame = StepFrame(self.load(), prefixes=PrefixEvents(self.prefix_seq, pack(stored), pack(removed)))
+        for connection in self.connections:
+            connection.send(msgspec.msgpack.encode(frame))
+
+    def tell_all_prefixes(self, connection: Connection) -> None:
+        connection.send(msgspec.msgpack.encode(PrefixSnapshot(self.prefix_seq, pack(self.cached))))
 
     def load(self) -> RankLoad:
         return RankLoad(
@@ -201,6 +227,11 @@ class FakeRank:
             self.explains.append(message)
             for _ in range(self.num_answers_to_explain):
                 connection.send(msgspec.msgpack.encode(self.explained(message)))
+            return
+        if isinstance(message, WatchPrefixes):
+            self.num_watches += 1
+            if self.answers_watches:
+                self.tell_all_prefixes(connection)
             return
         assert isinstance(message, Submit)
         self.submits.append(message)
