@@ -19,6 +19,7 @@ import numpy as np
 
 from kv_transfer.connector import KvRequest, RequestKey
 from rank_scheduler.batch import RunningBatch
+from rank_scheduler.block_pool import NULL_BLOCK
 from rank_scheduler.config import SchedulerConfig
 from rank_scheduler.encoder_cache import EncoderCache
 from rank_scheduler.interface import KvGroup, PauseState, SchedulerSetup
@@ -171,18 +172,27 @@ class RankState:
             and sequence.num_load_failures <= self.config.max_kv_load_retries
         )
 
-    def preempt(self, slot: int, now: float, cause: str) -> None:
-        """Take slot and blocks; the sequence is recomputed later, and loses no token that is on its way."""
+    def preempt(self, slot: int, now: float, cause: str, *, is_wrong: bool = False) -> None:
+        """Take slot and blocks; the sequence is recomputed later, and loses no token that is on its way.
+
+        `is_wrong`: its KV is, and so is what steps in flight bring; none of it is kept.
+        """
         batch = self.batch
         epoch, num_placeholders = int(batch.epoch[slot]), int(batch.num_placeholders[slot])
         is_idle = bool(batch.is_idle[slot])
-        sequence = self._give_up_slot(slot, now, cause)
+        sequence = self._leave_slot(slot, caches=not is_wrong)
+        if sequence.kv_request is not None:
+            assert self.setup.connector is not None
+            self.setup.connector.request_preempted(sequence.key)
+        sequence.num_preemptions += 1
+        self.stats.num_preemptions += 1
+        sequence.note(RequestEvent.PREEMPTED, now, cause)
         if is_idle:
             self.deferred[sequence.key] = sequence
             return
         sequence.is_preempted = True
         sequence.move(SequenceState.PREEMPTED)
-        if num_placeholders:
+        if num_placeholders and not is_wrong:
             sequence.num_draining = num_placeholders
             self.draining[epoch] = sequence
         self.enqueue(sequence)
@@ -267,6 +277,11 @@ class RankState:
         # Whoever has left since the step was planned holds no slot, but what it has left is findable as well.
         for held in [*(held for _, held in self.deferred_frees), *self.sending.values()]:
             self._forget_from_lost(held.table, invalid)
+        for sequence in list(self.draining.values()):
+            # A token that is on its way may be wrong as well. It is computed again after the preemption.
+            self.forget_draining(sequence)
+            del self.deferred[sequence.key]
+            self.enqueue(sequence)
         for slot in batch.order.tolist():
             column = self._forget_from_lost(batch.table(slot), invalid)
             if column is None:
@@ -279,7 +294,7 @@ class RankState:
             if self.setup.kv_load_failure_policy == "fail":
                 self.fail(sequence, f"its KV could not be loaded ({cause}); send the request again", now)
             else:
-                self._restart(slot, now, cause)
+                self.preempt(slot, now, cause, is_wrong=True)
 
     def cache_full_columns(self, slot: int, num_computed: int) -> None:
         """Make the slot's full columns among its first `num_computed` known tokens findable."""
@@ -360,29 +375,12 @@ class RankState:
 
     def _forget_from_lost(self, table: Int32Array, invalid: frozenset[int]) -> int | None:
         """Nobody is to find the first lost block and what lies behind it; returns its column, None: there is none."""
-        columns = np.flatnonzero(np.isin(table, list(invalid)).any(axis=0))
+        columns = np.flatnonzero(np.isin(table, list(invalid - {NULL_BLOCK})).any(axis=0))
         if not len(columns):
             return None
         for block in table[:, columns[0] :].ravel().tolist():
             self.kv.pool.forget(block)
         return int(columns[0])
-
-    def _restart(self, slot: int, now: float, cause: str) -> None:
-        """Take slot and blocks; what steps in flight bring it is wrong, and forgotten."""
-        sequence = self._give_up_slot(slot, now, cause, caches=False)
-        sequence.is_preempted = True
-        sequence.move(SequenceState.PREEMPTED)
-        self.enqueue(sequence)
-
-    def _give_up_slot(self, slot: int, now: float, cause: str, *, caches: bool = True) -> Sequence:
-        sequence = self._leave_slot(slot, caches=caches)
-        if sequence.kv_request is not None:
-            assert self.setup.connector is not None
-            self.setup.connector.request_preempted(sequence.key)
-        sequence.num_preemptions += 1
-        self.stats.num_preemptions += 1
-        sequence.note(RequestEvent.PREEMPTED, now, cause)
-        return sequence
 
     def _leave_slot(self, slot: int, reason: FinishReason | None = None, *, caches: bool = True) -> Sequence:
         """`reason`: why it ends; None: it goes on later."""

@@ -287,6 +287,40 @@ def test_with_the_policy_fail_a_lost_block_ends_its_request_only():
     rank.assert_nothing_held()
 
 
+def test_a_token_computed_on_what_was_lost_does_not_reach_one_that_was_preempted_meanwhile():
+    rank = LossyRank(policy="priority", max_num_seqs=1, setup={"async_scheduling": True})
+    prompt = prompt_of(15)
+    rank.lose = {15: [1]}
+    rank.submit(1, prompt, 4, fields=external(12, is_async=0) | {"priority": 1})
+    rank.plan()
+    rank.submit(2, prompt_of(6, start=3), 4)
+    rank.plan()
+    assert rank.state_of(1) == "preempted"
+    rank.run()
+    assert rank.tokens[1] == expected(prompt, 4)
+    assert rank.tokens[2] == expected(prompt_of(6, start=3), 4)
+    rank.assert_nothing_held()
+
+
+def test_a_session_between_two_turns_loses_what_is_invalid_and_goes_on():
+    rank = make_rank()
+    prompt = prompt_of(9)
+    rank.submit(1, prompt, 4, fields={"is_session": True})
+    rank.step_until(lambda: rank.turn_ends[1])
+    rank.submit(2, prompt_of(6, start=3), 4)
+    execute, table = rank.execute, rank.scheduler._state.batch.table(rank.sequence(1).slot)
+    invalid = frozenset(table.ravel().tolist())
+    rank.execute = lambda plan: msgspec.structs.replace(execute(plan), invalid_blocks=invalid)
+    rank.step()
+    rank.execute = execute
+    assert rank.state_of(1) == "waiting_for_input"
+    rank.extend(1, [5, 6], 3, is_last=True)
+    rank.run()
+    assert rank.tokens[1][4:] == expected([*prompt, *rank.tokens[1][:3], 5, 6], 3)
+    assert rank.tokens[2] == expected(prompt_of(6, start=3), 4)
+    rank.assert_nothing_held()
+
+
 def test_unknown_invalid_blocks_concern_nobody():
     rank = make_rank()
     rank.submit(1, prompt_of(6), 3)
