@@ -25,7 +25,7 @@ from cluster.step_executor import ExecutorThread, StepEnded, StepExecutor
 from kv_transfer.connector import LoadFenced, LoadFinished, SendFinished, WorkerConnector
 from model_runner.runner import ModelRunner
 from rank_scheduler.interface import PauseState, SchedulerInterface
-from rank_scheduler.messages import Explain, Explained, Extend, RankLoad, RankToRouter, StepFrame, Submit
+from rank_scheduler.messages import Explain, Explained, Extend, Prefetch, RankLoad, RankToRouter, StepFrame, Submit
 from rank_scheduler.plan import StepPlan, StepResult
 from rank_scheduler.stats import StepStats
 from rank_scheduler.structured_output import CompileGrammar, GrammarMatcher
@@ -63,6 +63,14 @@ class Submitted:
 class Extended:
     owner: int
     extend: Extend
+
+
+@dataclass(frozen=True, slots=True)
+class Announced:
+    """A request will come whose KV can partly be fetched by now."""
+
+    owner: int
+    prefetch: Prefetch
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +136,7 @@ class StatsDue:
 Event = (
     Submitted
     | Extended
+    | Announced
     | Aborted
     | OwnerLost
     | Asked
@@ -330,6 +339,8 @@ class RankLoop:
                 scheduler.add(owner, submit, now)
             case Extended(owner, extend):
                 scheduler.extend(owner, extend, now)
+            case Announced(owner, prefetch):
+                scheduler.prefetch(owner, prefetch, now)
             case Aborted(owner, request_id):
                 scheduler.abort(owner, request_id, now)
                 if self._grammar_compiler is not None:

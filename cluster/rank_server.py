@@ -25,6 +25,7 @@ from cluster.grammar_matcher import Vocabulary
 from cluster.kv_connector import make_connector
 from cluster.rank_loop import (
     Aborted,
+    Announced,
     Asked,
     Extended,
     GrammarCompiled,
@@ -49,6 +50,7 @@ from rank_scheduler.messages import (
     Explain,
     Extend,
     KvTransferLoad,
+    Prefetch,
     RankToRouter,
     RouterToRank,
     StepFrame,
@@ -328,6 +330,8 @@ class RankServer:
                 self._loop.post(Submitted(owner, message))
             case Extend():
                 self._loop.post(Extended(owner, message))
+            case Prefetch():
+                self._loop.post(Announced(owner, message))
             case Abort():
                 self._loop.post(Aborted(owner, message.id))
             case Explain():

@@ -45,6 +45,7 @@ class StepExecutor:
         self._has_started_load = False
         outcome: StepResult | Exception
         try:
+            self._handle_preemptions(plan)
             outcome = self._runner.execute(plan)
         except Exception as error:
             outcome = error
@@ -57,6 +58,10 @@ class StepExecutor:
         """Compute nothing, because of the `failure` of the step before. Never raises."""
         self._has_started_load = False
         if self._worker is not None:
+            try:
+                self._handle_preemptions(plan)
+            except Exception:
+                logger.exception("the KV connector failed in step %d", plan.step)
             self._finish(plan, failure)
         return StepEnded(plan, failure, was_executed=False)
 
@@ -73,6 +78,11 @@ class StepExecutor:
     def save_kv_layer(self, layer: int) -> None:
         assert self._worker is not None
         self._worker.save_kv_layer(layer)
+
+    def _handle_preemptions(self, plan: StepPlan) -> None:
+        """First of all: what follows may write into blocks that somebody relies on."""
+        if self._worker is not None and plan.connector_metadata is not None:
+            self._worker.handle_preemptions(plan.connector_metadata)
 
     def _finish(self, plan: StepPlan, outcome: StepResult | Exception) -> StepResult | Exception:
         """The connector's part of a step's end; the outcome with what the connector adds to it."""

@@ -122,6 +122,15 @@ class SchedulerConnector(Protocol):
         """
         ...
 
+    def partial_ticket(self, key: RequestKey, num_tokens: int, block_ids: npt.NDArray[np.int32]) -> KvParams | None:
+        """What its owner may hear of a request that will hand off, and whose prompt is not computed to its end yet.
+
+        `num_tokens` as in the `request_computed` just before; `block_ids` are all it holds, shape [num_groups,
+        columns]. None: nothing new. The owner hears it once that step has been computed, if the request still has
+        these blocks then; it may lose them at any time.
+        """
+        ...
+
     def request_preempted(self, key: RequestKey) -> None:
         """The request has lost its blocks, and waits to be admitted anew."""
         ...
@@ -181,6 +190,14 @@ class WorkerConnector(Protocol):
 
     def start(self, memory: KvMemory, post: Callable[[ConnectorEvent], None]) -> None:
         """Called once, first. `post` may be called from any thread. Raises OSError or ValueError, with the remedy."""
+        ...
+
+    def handle_preemptions(self, metadata: object) -> None:
+        """See to it that nobody relies on blocks which their requests have lost, and return.
+
+        Called once for each plan that has metadata, before anything of the plan is done: neither it nor a load that
+        begins with it has written into those blocks yet. `start_load_kv` follows, with the same metadata.
+        """
         ...
 
     def start_load_kv(self, metadata: object) -> None:

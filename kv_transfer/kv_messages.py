@@ -52,21 +52,24 @@ class Rejection(msgspec.Struct, frozen=True, tag="rejection"):
 
 
 class Acquire(msgspec.Struct, frozen=True, tag="acquire"):
-    """Begin to read under a lease → `Granted` or `Denied`. `Ready` is told from then on."""
+    """Begin to read under a lease → `Granted` or `Denied`. `Ready` is told from then on, unless `is_ahead`."""
 
     ref: _Id
     lease_id: _Id
+    is_ahead: bool = False
+    """Read what is ready now, and leave the lease to whoever reads it in the end."""
 
 
 class Confirm(msgspec.Struct, frozen=True, tag="confirm"):
     """The first `num_tokens` tokens have been read: was the lease held all the time? → `Confirmed` or `Denied`.
 
-    It ends the lease.
+    It ends the lease, unless `is_ahead`.
     """
 
     ref: _Id
     lease_id: _Id
     num_tokens: _Id
+    is_ahead: bool = False
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):

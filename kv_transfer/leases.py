@@ -1,6 +1,7 @@
 """The leases under which a rank's KV is read by other ranks; pure, owned by one thread.
 
-A lease stands for the blocks of one request, and has at most one reader (an engine).
+A lease stands for the blocks of one request, and has at most one reader (an engine). Beside it others, or the same
+one, may **read ahead** while the request is being computed: that takes nothing from the lease and does not prolong it.
 
     open ──(complete)──▶ complete ──▶ gone        confirmed, released, expired
       └──────(void)─────────────────▶ gone        its request lost its blocks, or ended otherwise
@@ -14,15 +15,16 @@ happens only while the lease is in this table. Blocks change their content only 
 
 - After completion, they are given up by the scheduler upon `SendFinished`, which is returned by the very call that
   removes the lease.
-- Before, they are given up because of a preemption or an end. Then the lease is void before the plan that may write
-  into them anew is computed, or a load that begins with it (`PullWorker.start_load_kv` sees to that). Who has
-  confirmed before has read everything before, while it was right: it keeps a copy of what these tokens' KV is,
-  whatever becomes of the original. Who has not is told that the lease is gone, and drops what it has read.
-- While a prompt is computed its later blocks are written, but never those tokens that are ready.
+- Before, they are given up because of a preemption, an end or a failed step. The scheduler that gives them up says so
+  in the metadata of its next plan, and no earlier plan can use them anew. `PullWorker.handle_preemptions` gets that
+  metadata before the runner copies, zeroes or computes anything for this plan, and before a load begins with it; when
+  it returns, the lease cannot be confirmed any more, though this table may hear of it later. Who has confirmed before
+  has read everything before, while it was right: it keeps a copy of what these tokens' KV is, whatever becomes of the
+  original. Who has not is denied, and drops what it has read.
+- While a prompt is computed its later blocks are written, but never those tokens that are ready. (Where a group gives
+  blocks up as its window slides, the scheduler asks for no partial tickets.)
 
-The second case needs a reader that got its ticket early. `PullScheduler` makes tickets when requests end, after which
-a lease cannot become void any more. Whoever makes them earlier must also have `start_load_kv` called before the runner
-zeroes and copies blocks, not only before it computes.
+Ids are never used again, so a lease that is in the table has been there all the time since its ticket was made.
 
 A lease that its reader gives back while it is open stays until its request has ended, since only then blocks are kept.
 """
@@ -137,6 +139,20 @@ class LeaseTable:
             return lease
         lease.reader, lease.is_acquired = reader, True
         return lease.num_ready_tokens
+
+    def num_ready(self, lease_id: int) -> int | str:
+        """How many tokens can be read ahead, or why none can."""
+        lease = self._leases.get(lease_id)
+        if lease is None:
+            return self._endings.get(lease_id, "there is no such lease")
+        return lease.ended or lease.num_ready_tokens
+
+    def confirm_ahead(self, lease_id: int, num_tokens: int) -> str:
+        """So many have been read ahead: why they must not be used (empty: they may). Nothing follows."""
+        ready = self.num_ready(lease_id)
+        if isinstance(ready, str):
+            return ready
+        return f"{num_tokens} tokens were read, and {ready} are ready" if num_tokens > ready else ""
 
     def heartbeat(self, lease_id: int, reader: str, now: float) -> bool:
         """Extend it; False: it is not held for this reader."""

@@ -134,6 +134,14 @@ class MultiScheduler:
         for child in self._children:
             child.request_computed(key, num_tokens)
 
+    def partial_ticket(self, key: RequestKey, num_tokens: int, block_ids: npt.NDArray[np.int32]) -> KvParams | None:
+        told = [
+            (index, params)
+            for index, child in enumerate(self._children)
+            if index not in self._broken and (params := child.partial_ticket(key, num_tokens, block_ids)) is not None
+        ]
+        return self._merged(key, told)
+
     def request_preempted(self, key: RequestKey) -> None:
         for child in self._children:
             child.request_preempted(key)

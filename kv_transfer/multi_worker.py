@@ -68,6 +68,11 @@ class MultiWorker:
 
     # ---- the step's thread ----
 
+    def handle_preemptions(self, metadata: object) -> None:
+        for index, child_metadata in enumerate(cast(MultiMetadata, metadata).children):
+            if child_metadata is not None and index not in self._broken:
+                self._call(index, self._children[index].handle_preemptions, child_metadata)
+
     def start_load_kv(self, metadata: object) -> None:
         metadata = cast(MultiMetadata, metadata)
         for message in metadata.conflicts:

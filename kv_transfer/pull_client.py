@@ -41,6 +41,8 @@ class Holder(Protocol):
     """Who holds a lease through a link, and is told about it."""
 
     lease_id: int
+    reads_ahead: bool
+    """Another keeps the lease alive, or nobody does."""
 
     def on_ready(self, num_ready_tokens: int) -> None: ...
 
@@ -94,7 +96,7 @@ class PeerLink:
     # ---- holders ----
 
     def hold(self, holder: Holder) -> None:
-        """Heartbeat its lease from now on."""
+        """Heartbeat its lease from now on, unless it reads ahead."""
         self._holders.add(holder)
         if self._beats is None:
             self._beats = asyncio.get_running_loop().create_task(self._heartbeat())
@@ -230,7 +232,7 @@ class PeerLink:
             interval_s = self._identity.settings.heartbeat_s
             try:
                 await self.open()
-                ids = sorted({holder.lease_id for holder in self._holders})
+                ids = sorted({holder.lease_id for holder in self._holders if not holder.reads_ahead})
                 for start in range(0, len(ids), MAX_IDS):
                     await self._beat(ids[start : start + MAX_IDS])
             except TransferError as error:

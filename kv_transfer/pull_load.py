@@ -3,7 +3,7 @@
 Runs on the event loop of the thread `kv-io`. `fetch` ends within the sum of its deadlines: `connect_timeout_s` to
 reach the holder and for each of its two answers, `pull_s` for the transfers, and `lease_s` whenever the holder, who is
 still computing, has nothing new to read. What has been read counts only once the holder has confirmed that the lease
-was held all the time (see `leases`).
+was held all the time (see `leases`). By a partial ticket it reads ahead: the lease is neither heartbeated nor ended.
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ class Load:
     def __init__(self, key: RequestKey, ticket: Ticket, link: PeerLink, identity: Identity) -> None:
         self.key = key
         self.lease_id = ticket.remote_lease_id
+        self.reads_ahead = ticket.is_partial
         self.link = link
         self.task: asyncio.Task[None] | None = None
         """None: its request is queued."""
@@ -104,7 +105,8 @@ class Load:
         if num_blocks and int(order.remote_blocks.max()) >= peer.endpoint.num_blocks:
             told = f"the ticket names block {order.remote_blocks.max()} of {peer.endpoint.num_blocks}"
             raise TransferError(FailureReason.BACKEND, told)
-        granted = await self._unless_stopped(self.link.call(lambda ref: Acquire(ref, self.lease_id)))
+        ahead = self.reads_ahead
+        granted = await self._unless_stopped(self.link.call(lambda ref: Acquire(ref, self.lease_id, ahead)))
         self.on_ready(_checked(granted, Granted).num_ready_tokens)
         num_done, left_s = 0, self._settings.pull_s(num_blocks * self._geometry.block_size_bytes)
         while num_done < num_blocks or self._num_ready_tokens < self._ticket.num_tokens:
@@ -117,7 +119,9 @@ class Load:
             num_done = num_ready
         self._is_confirming = True
         num_tokens = self._ticket.num_tokens
-        confirmed = await self._unless_stopped(self.link.call(lambda ref: Confirm(ref, self.lease_id, num_tokens)))
+        confirmed = await self._unless_stopped(
+            self.link.call(lambda ref: Confirm(ref, self.lease_id, num_tokens, ahead))
+        )
         _checked(confirmed, Confirmed)
         return transport.name
 

@@ -79,7 +79,7 @@ class PullLoads:
             return
         if load.task is None:
             del self._loads[key]
-            load.link.let_go(load, releases=True)
+            load.link.let_go(load, releases=not load.reads_ahead)
         else:
             load.stop(EndedError("the request has ended"))
 
@@ -119,7 +119,7 @@ class PullLoads:
             _log.exception("A KV load has failed")
             reason, cause = FailureReason.BACKEND, f"{FailureReason.BACKEND}: {error!r}"
         del self._loads[load.key]
-        load.link.let_go(load, releases=bool(cause))
+        load.link.let_go(load, releases=bool(cause) and not load.reads_ahead)
         with self._stats_lock:
             if not cause:
                 self._stats.num_loads += 1

@@ -6,9 +6,11 @@ whether that works or not.
 
 **Producing**: a lease is opened whenever a request with `do_remote_decode` gets blocks, with an id of its own each
 time, so that what a reader holds never means the blocks that the request got later. Its end decides: handed off, the
-blocks are kept and the ticket names them; otherwise the lease is void. **Consuming**: a ticket is held from the
-request's arrival on (the worker half heartbeats its lease), until a load begins, or nothing needs to be loaded, or the
-request ends.
+blocks are kept and the ticket names them; otherwise the lease is void. Before, partial tickets name those that are full
+and ready. **Consuming**: a ticket is held from the request's arrival on (the worker half heartbeats its lease), until a
+load begins, or nothing needs to be loaded, or the request ends. A partial ticket is only used, never held or given
+back: its lease is that of a request to come. Of one lease, one load reads at a time, so that what is found here
+already by the next one needs not be read again; and who has the whole ticket needs no partial one any more.
 """
 
 from __future__ import annotations
@@ -45,6 +47,12 @@ class _Outgoing:
     lease_id: int | None = None
     """None: it has no blocks."""
     num_computed_tokens: int = 0
+    num_told_tokens: int = 0
+    """Of the latest partial ticket."""
+
+
+_LeaseRef = tuple[str, int]
+"""A lease of another rank's: the engine that holds it, and its id there."""
 
 
 class _Stage(Enum):
@@ -61,6 +69,10 @@ class _Incoming:
     stage: _Stage = _Stage.HELD
     num_local_tokens: int = 0
     """The local hit that was last asked about."""
+
+    @property
+    def lease(self) -> _LeaseRef:
+        return self.ticket.remote_engine_id, self.ticket.remote_lease_id
 
 
 class PullScheduler:
@@ -91,6 +103,10 @@ class PullScheduler:
         self._consumes = consumes
         self._outgoing: dict[RequestKey, _Outgoing] = {}
         self._incoming: dict[RequestKey, _Incoming] = {}
+        self._read_ahead: set[_LeaseRef] = set()
+        """Leases that somebody with a partial ticket is reading."""
+        self._claimed: set[_LeaseRef] = set()
+        """Leases of those that came with the whole ticket."""
         self._orders: list[Order] = []
         self._first_lease_id = self._next_lease_id = first_lease_id
 
@@ -110,8 +126,10 @@ class PullScheduler:
             case HandOff():
                 self._outgoing[request.key] = _Outgoing()
             case Ticket():
-                self._incoming[request.key] = _Incoming(parsed)
-                self._orders.append(HoldTicket(request.key, parsed))
+                incoming = self._incoming[request.key] = _Incoming(parsed)
+                if not parsed.is_partial:
+                    self._claimed.add(incoming.lease)
+                    self._orders.append(HoldTicket(request.key, parsed))
             case Unusable(message):
                 self._orders.append(RejectParams(request.key, message))
 
@@ -124,6 +142,10 @@ class PullScheduler:
         if incoming is None or incoming.stage is not _Stage.HELD:
             return ExternalMatch(0, False)
         incoming.num_local_tokens = num_computed_tokens
+        if incoming.ticket.is_partial and incoming.lease in self._claimed:
+            return ExternalMatch(0, False)
+        if incoming.lease in self._read_ahead:
+            return None
         # A hit that ends within a block ends in one that this rank will write itself.
         if num_computed_tokens % self._geometry.block_size:
             return ExternalMatch(0, False)
@@ -143,17 +165,31 @@ class PullScheduler:
             return
         if incoming.stage is _Stage.HELD and num_external_tokens > 0:
             incoming.stage = _Stage.LOADING
+            if incoming.ticket.is_partial:
+                self._read_ahead.add(incoming.lease)
+                self._orders.append(HoldTicket(key, incoming.ticket))
             self._orders.append(self._load(key, incoming, block_ids))
         elif incoming.stage is _Stage.HELD:
             self._drop(key, incoming)
         else:
-            incoming.stage = _Stage.USED
+            self._used(incoming)
 
     def request_computed(self, key: RequestKey, num_tokens: int) -> None:
         outgoing = self._outgoing.get(key)
         if outgoing is not None and outgoing.lease_id is not None and num_tokens > outgoing.num_computed_tokens:
             outgoing.num_computed_tokens = num_tokens
             self._orders.append(AdvanceLease(outgoing.lease_id, num_tokens))
+
+    def partial_ticket(self, key: RequestKey, num_tokens: int, block_ids: npt.NDArray[np.int32]) -> KvParams | None:
+        outgoing = self._outgoing.get(key)
+        num_full = num_tokens - num_tokens % self._geometry.block_size
+        if outgoing is None or num_full <= outgoing.num_told_tokens or num_full > outgoing.num_computed_tokens:
+            return None
+        ticket = self._ticket(outgoing, num_full, block_ids, is_partial=True)
+        if ticket is None:
+            return None
+        outgoing.num_told_tokens = num_full
+        return ticket.params()
 
     def request_preempted(self, key: RequestKey) -> None:
         if (outgoing := self._outgoing.get(key)) is not None:
@@ -169,12 +205,15 @@ class PullScheduler:
         self, request: KvRequest, block_ids: npt.NDArray[np.int32], *, hands_off: bool
     ) -> tuple[bool, KvParams | None]:
         key = request.key
-        if (incoming := self._incoming.pop(key, None)) is not None and incoming.stage is not _Stage.USED:
-            self._drop(key, incoming)
+        if (incoming := self._incoming.pop(key, None)) is not None:
+            if incoming.stage is not _Stage.USED:
+                self._drop(key, incoming)
+            if not incoming.ticket.is_partial:
+                self._claimed.discard(incoming.lease)
         outgoing = self._outgoing.pop(key, None)
         if outgoing is None:
             return False, None
-        ticket = self._ticket(outgoing, block_ids) if hands_off else None
+        ticket = self._ticket(outgoing, outgoing.num_computed_tokens, block_ids) if hands_off else None
         if ticket is None:
             self._void(outgoing, "its request has ended without handing off")
             return False, None
@@ -190,6 +229,8 @@ class PullScheduler:
         assert all(self._first_lease_id <= lease_id < self._next_lease_id for lease_id in lease_ids)
         assert all(o.lease_id is not None or not o.num_computed_tokens for o in self._outgoing.values())
         assert not self._outgoing.keys() & self._incoming.keys(), "a request comes and goes"
+        ahead = [i.lease for i in self._incoming.values() if i.ticket.is_partial and i.stage is _Stage.LOADING]
+        assert sorted(ahead) == sorted(self._read_ahead), "a lease is read ahead by nobody, or twice"
 
     # ---- inside ----
 
@@ -219,17 +260,31 @@ class PullScheduler:
         return ""
 
     def _drop(self, key: RequestKey, incoming: _Incoming) -> None:
+        # What was never held is not to be given back.
+        if not (incoming.ticket.is_partial and incoming.stage is _Stage.HELD):
+            self._orders.append(DropTicket(key))
+        self._used(incoming)
+
+    def _used(self, incoming: _Incoming) -> None:
+        if incoming.ticket.is_partial and incoming.stage is _Stage.LOADING:
+            self._read_ahead.discard(incoming.lease)
         incoming.stage = _Stage.USED
-        self._orders.append(DropTicket(key))
 
     def _void(self, outgoing: _Outgoing, why: str) -> None:
         if outgoing.lease_id is not None:
             self._orders.append(VoidLease(outgoing.lease_id, why))
-        outgoing.lease_id, outgoing.num_computed_tokens = None, 0
+        outgoing.lease_id, outgoing.num_computed_tokens, outgoing.num_told_tokens = None, 0, 0
 
-    def _ticket(self, outgoing: _Outgoing, block_ids: npt.NDArray[np.int32]) -> Ticket | None:
+    def _ticket(
+        self,
+        outgoing: _Outgoing,
+        num_tokens: int,
+        block_ids: npt.NDArray[np.int32],
+        *,
+        is_partial: bool = False,
+    ) -> Ticket | None:
         """What another rank needs, or None: there is nothing to hand off, or nobody could fetch it."""
-        port, num_tokens, block_size = self._port(), outgoing.num_computed_tokens, self._geometry.block_size
+        port, block_size = self._port(), self._geometry.block_size
         num_columns = -(-num_tokens // block_size)
         if outgoing.lease_id is None or port is None or not num_tokens or block_ids.shape[1] < num_columns:
             return None
@@ -244,4 +299,5 @@ class PullScheduler:
             num_tokens=num_tokens,
             block_size=block_size,
             fingerprint=self._fingerprint,
+            is_partial=is_partial,
         )

@@ -160,14 +160,16 @@ class PullServer:
         answer: msgspec.Struct | None = None
         actions: list[LeaseAction] = []
         match decode_request(payload):
-            case Acquire(ref, lease_id):
-                granted = self._table.acquire(lease_id, reader)
+            case Acquire(ref, lease_id, is_ahead):
+                granted = self._table.num_ready(lease_id) if is_ahead else self._table.acquire(lease_id, reader)
                 answer = Denied(ref, granted) if isinstance(granted, str) else Granted(ref, granted)
-            case Confirm(ref, lease_id, num_tokens):
+            case Confirm(ref, lease_id, num_tokens, is_ahead):
                 denial, actions = "its request has lost its blocks", []
                 # Held over the table's answer: a void lease is either refused here, or was confirmed before.
                 with self._refused_lock:
-                    if lease_id not in self._refused:
+                    if lease_id not in self._refused and is_ahead:
+                        denial = self._table.confirm_ahead(lease_id, num_tokens)
+                    elif lease_id not in self._refused:
                         denial, actions = self._table.confirm(lease_id, reader, num_tokens)
                 answer = Denied(ref, denial) if denial else Confirmed(ref)
             case Heartbeat(ref, lease_ids):

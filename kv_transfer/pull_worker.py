@@ -1,9 +1,9 @@
 """The moving half of the `PullConnector`: one thread, `kv-io`, with an event loop, for leases and loads.
 
 The step's thread only hands orders over, in order, and never waits for the loop. Two of its calls have a meaning of
-their own for whoever reads this rank's blocks: `start_load_kv` makes void leases impossible to confirm **before it
-returns**, since the step that follows, or a load that begins with it, may write into their blocks; and `finish_step`
-says which tokens are complete. If a step was not computed, what was to be complete then never will be.
+their own for whoever reads this rank's blocks: `handle_preemptions` makes void leases impossible to confirm **before
+it returns**, since whatever follows may write into their blocks (see `leases` why no wrong token can come of it); and
+`finish_step` says which tokens are complete. If a step was not computed, what was to be complete then never will be.
 
 After `close` has returned nothing is posted; before, every load and every kept request has had its event.
 """
@@ -128,12 +128,14 @@ class PullWorker:
 
     # ---- the step's thread ----
 
-    def start_load_kv(self, metadata: object) -> None:
-        orders = cast(PullMetadata, metadata)
+    def handle_preemptions(self, metadata: object) -> None:
         if self._server is not None:
-            for order in orders:
+            for order in cast(PullMetadata, metadata):
                 if isinstance(order, VoidLease):
                     self._server.refuse_at_once(order.lease_id)
+
+    def start_load_kv(self, metadata: object) -> None:
+        orders = cast(PullMetadata, metadata)
         if self._on_loop(self._obey, orders):
             return
         for order in orders:

@@ -166,6 +166,10 @@ class StoreScheduler:
         if missing:
             self._orders.append(StoreComputed(known.table[missing], tuple(known.hashes[c] for c in missing)))
 
+    def partial_ticket(self, key: RequestKey, num_tokens: int, block_ids: npt.NDArray[np.int32]) -> KvParams | None:
+        """Nothing to tell: what is stored is found by its hash."""
+        return None
+
     def request_preempted(self, key: RequestKey) -> None:
         """Its next admission tells which blocks it has then."""
 

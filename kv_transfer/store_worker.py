@@ -70,6 +70,9 @@ class StoreWorker:
 
     # ---- the step's thread ----
 
+    def handle_preemptions(self, metadata: object) -> None:
+        """Nobody reads the blocks of requests: what is stored is a copy."""
+
     def start_load_kv(self, metadata: object) -> None:
         assert self._memory is not None
         orders = cast(StoreMetadata, metadata)

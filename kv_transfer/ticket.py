@@ -1,9 +1,10 @@
 """Tickets: what a request's `kv_transfer_params` say to a `PullConnector`.
 
 A router marks a request whose KV another rank will need (`do_remote_decode`), and gives that other rank what the
-first one's connector has answered: where it is, which lease holds the KV, and in which of its blocks it lies. Both
-are flat maps that travel through routers; here they are read into types. Reading is strict and never raises: params
-that say anything else are `Unusable`, with the reason, and the request is served without them. Pure.
+first one's connector has answered: where it is, which lease holds the KV, and in which of its blocks it lies. While
+the prompt is still being computed, partial tickets tell the same of the blocks that are full by then. All are flat
+maps that travel through routers; here they are read into types. Reading is strict and never raises: params that say
+anything else are `Unusable`, with the reason, and the request is served without them. Pure.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     block_size: _Count
     fingerprint: _Name
     """Of the geometry (`kv_transfer.geometry.Geometry.fingerprint`)."""
+    is_partial: bool = False
+    """More is to come, under the same lease: who reads by this ticket reads ahead, and does not end the lease."""
 
     @property
     def num_columns(self) -> int:

@@ -14,7 +14,7 @@ from typing import Literal, Protocol
 from kv_transfer.connector import LoadFenced, LoadFinished, SchedulerConnector, SendFinished
 from rank_scheduler.config import SchedulerConfig
 from rank_scheduler.kv_events import KvEvent
-from rank_scheduler.messages import Explanation, Extend, RankLoad, StepFrame, Submit
+from rank_scheduler.messages import Explanation, Extend, Prefetch, RankLoad, StepFrame, Submit
 from rank_scheduler.performance import PerformanceModel
 from rank_scheduler.plan import StepPlan, StepResult
 from rank_scheduler.stats import StepStats
@@ -82,6 +82,7 @@ class SchedulerInterface(Protocol):
     def extend(self, owner: int, extend: Extend, now: float) -> None: ...
     def abort(self, owner: int, request_id: int, now: float) -> None: ...
     def drop_owner(self, owner: int, now: float) -> None: ...
+    def prefetch(self, owner: int, prefetch: Prefetch, now: float) -> None: ...
 
     # Events from the rank's edge.
     def take_compile_actions(self) -> list[CompileGrammar]: ...

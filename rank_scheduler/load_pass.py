@@ -20,8 +20,11 @@ class LoadPass:
         self.starved: Sequence | None = None
         """The first candidate, if it lacks blocks: those that are admitted meanwhile pass it."""
 
-    def start(self, now: float) -> None:
-        """Start asynchronous loads, under both caps; they cost no tokens, and no slot where the cap is set."""
+    def start(self, now: float) -> int:
+        """Start asynchronous loads, under both caps; they cost no tokens, and no slot where the cap is set.
+
+        Returns how many.
+        """
         state = self._state
         self.must_ask_again, self.starved = False, None
         num_started = 0
@@ -37,6 +40,7 @@ class LoadPass:
                     if obstacle.reason is WaitReason.BLOCKS:
                         self.starved = sequence
                     break
+        return num_started
 
     def _load_cap(self, num_started: int) -> Obstacle | None:
         state, config = self._state, self._state.config

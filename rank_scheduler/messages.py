@@ -138,6 +138,20 @@ class Extend(msgspec.Struct, frozen=True, tag="extend", omit_defaults=True):
     """The session ends with the coming turn, or at once if there are no tokens."""
 
 
+class Prefetch(msgspec.Struct, frozen=True, tag="prefetch", omit_defaults=True):
+    """Router → rank: a request that begins like this will come; what of its KV is not here may be fetched by now.
+
+    Never answered, and never a duty: the rank does it if it has room to spare.
+    """
+
+    token_ids: bytes
+    """As of a `Submit`: those whose KV can be fetched."""
+    kv_transfer_params: KvParams
+    """From `StepFrame.tickets` of the rank that computes it."""
+    request_id: str = ""
+    cache_salt: str = ""
+
+
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
     """Router → rank: the client is gone. Answered by an `End` with reason ABORT if the request still lives."""
 
@@ -230,6 +244,8 @@ class RankLoad(msgspec.Struct, frozen=True, array_like=True):
     """Of all steps so far, from the model's shape."""
     busy_s: float = 0.0
     """Time within steps so far."""
+    num_prefetched_tokens: int = 0
+    """Tokens whose KV was loaded before the request that needs it had come."""
 
 
 class KvTransferLoad(msgspec.Struct, frozen=True, array_like=True):
@@ -264,6 +280,12 @@ class StepFrame(msgspec.Struct, frozen=True, tag="step", omit_defaults=True):
     """Turns of streaming sessions that ended; the session itself lives on."""
     first_token_ids: list[int] = []
     """Requests whose prompt became fully computed in this step."""
+    tickets: dict[int, KvParams] = {}
+    """Request that will be handed off → where KV of its prompt can be fetched that is complete by now.
+
+    `num_tokens` in it says of how many tokens. Each one of a request tells of more than the one before, or of other
+    blocks.
+    """
     kv_transfer: KvTransferLoad | None = None
     """None: nothing new, or no connector."""
     prefixes: PrefixEvents | None = None
@@ -309,5 +331,5 @@ class Explained(msgspec.Struct, frozen=True, tag="explained"):
     """One per sequence of the request on this rank, in order of arrival; empty if none is remembered."""
 
 
-RouterToRank = Submit | Extend | Abort | Explain | WatchPrefixes
+RouterToRank = Submit | Extend | Prefetch | Abort | Explain | WatchPrefixes
 RankToRouter = StepFrame | Explained | PrefixSnapshot

@@ -6,6 +6,8 @@ import logging
 
 import numpy as np
 
+from kv_transfer.connector import SchedulerConnector
+from kv_transfer.params import KvParams
 from rank_scheduler.performance import StepCost
 from rank_scheduler.plan import (
     NO_BLOCKS,
@@ -70,10 +72,9 @@ class PlanBuilder:
             batch.num_placeholders[slots] += samples
         if self._caches and len(slots):
             self.cache(slots, np.minimum(after, known))
-        metadata = None
+        metadata, tickets = None, {}
         if connector is not None:
-            for row in np.flatnonzero(in_prompt).tolist():
-                connector.request_computed(batch.at(int(slots[row])).key, int(after[row]))
+            tickets = self._tell_computed(connector, slots, after, in_prompt, samples)
             metadata = connector.build_connector_meta()
         # Where every row computes one token, and nobody was left out, no prompt is left in the middle.
         state.may_have_prefills = len(slots) < len(batch) - batch.num_idle or bool((after < total).any())
@@ -111,9 +112,32 @@ class PlanBuilder:
                 cost=self._cost(before, counts, samples),
                 encoder_items=[run.item.identifier for run in draft.encoder_runs],
                 cached=list(state.cached_in_step),
+                tickets=tickets,
             )
         )
         return plan
+
+    def _tell_computed(
+        self,
+        connector: SchedulerConnector,
+        slots: Int32Array,
+        after: Int32Array,
+        in_prompt: BoolArray,
+        samples: BoolArray,
+    ) -> dict[int, KvParams]:
+        """Tell the connector how far prompts come in this step; returns the partial tickets, by row."""
+        batch, has_windows = self._state.batch, self._state.kv.has_windows
+        tickets = {}
+        for row in np.flatnonzero(in_prompt).tolist():
+            slot, num_computed = int(slots[row]), int(after[row])
+            sequence = batch.at(slot)
+            connector.request_computed(sequence.key, num_computed)
+            # Blocks that slide out of a window are used anew while the request goes on.
+            if sequence.hands_off and sequence.reads_prefix_cache and not samples[row] and not has_windows:
+                ticket = connector.partial_ticket(sequence.key, num_computed, batch.table(slot))
+                if ticket is not None:
+                    tickets[row] = ticket
+        return tickets
 
     def cache_running(self, draft: StepDraft) -> None:
         """Make findable what the draft's rows fill: those admitted in the same step may share it."""

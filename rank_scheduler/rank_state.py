@@ -5,8 +5,8 @@ WAITING_FOR_INPUT with its KV), in `waiting` or `load_candidates` or `loaded` (W
 where an event must come first (a grammar, a KV load, the next input, tokens still in flight).
 
 Blocks are held by a slot of the batch, by a sequence (`blocks`, `cross_blocks`), by `quarantine` (an ended request's
-load may still write), by `sending` (a connector's peer may still read) or by `deferred_frees` (a step in flight may
-still write, where a connector reads and writes blocks beside the steps).
+load may still write), by `sending` (a connector's peer may still read), by `prefetching` (a load without a request)
+or by `deferred_frees` (a step in flight may still write, where a connector reads and writes blocks beside the steps).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kv_transfer.connector import KvRequest, RequestKey
+from kv_transfer.params import KvParams
 from rank_scheduler.batch import RunningBatch
 from rank_scheduler.block_pool import NULL_BLOCK
 from rank_scheduler.config import SchedulerConfig
@@ -51,6 +52,8 @@ class Flight:
     """Rows whose tokens all belong to a prompt."""
     cost: StepCost | None = None
     encoder_items: list[bytes] = field(default_factory=list)
+    tickets: dict[int, KvParams] = field(default_factory=dict)
+    """By row: what its owner hears if this step is computed."""
     cached: list[int] = field(default_factory=list)
     """Blocks that became findable on the promise of this step."""
     steady_version: int = -1
@@ -74,7 +77,7 @@ class RankState:
         groups = setup.kv_groups
         if config.disable_hybrid_kv_cache_manager:
             groups = tuple(KvGroup() for _ in groups)
-        self._no_blocks = np.zeros((len(setup.kv_groups), 0), np.int32)
+        self.no_blocks = np.zeros((len(setup.kv_groups), 0), np.int32)
         self.kv = KvCacheManager(
             setup.num_blocks,
             setup.block_size,
@@ -105,6 +108,8 @@ class RankState:
         """Epoch of a preempted stay → its sequence, while steps in flight will still bring it tokens."""
         self.quarantine: dict[RequestKey, HeldBlocks] = {}
         self.sending: dict[RequestKey, HeldBlocks] = {}
+        self.prefetching: dict[RequestKey, Sequence] = {}
+        """Loads without a request, see `prefetches`; in no other place."""
         self.deferred_frees: deque[tuple[int, HeldBlocks]] = deque()
         """(step after whose result they are free, blocks), oldest first."""
         self.pause = PauseState.UNPAUSED
@@ -247,7 +252,7 @@ class RankState:
     def release_passed_fences(self) -> None:
         """Free what no step in flight can write any more."""
         while self.deferred_frees and (not self.flights or self.deferred_frees[0][0] < self.flights[0].step):
-            self._free(self.deferred_frees.popleft()[1])
+            self.free(self.deferred_frees.popleft()[1])
 
     def release_held(self, holders: dict[RequestKey, HeldBlocks], key: RequestKey) -> bool:
         """Of `quarantine` or `sending`: the event that was waited for has come; False if nothing waits for it."""
@@ -256,10 +261,15 @@ class RankState:
             self._free_behind_flights(held)
         return held is not None
 
+    def free(self, held: HeldBlocks) -> None:
+        self.kv.release(held.table)
+        if held.cross_blocks:
+            self.kv.pool.release(held.cross_blocks)
+
     def drop_blocks(self, sequence: Sequence) -> None:
         """A waiting sequence starts over without the blocks that it holds."""
         assert sequence.blocks is not None
-        self._free(HeldBlocks(sequence.blocks, sequence.cross_blocks))
+        self.free(HeldBlocks(sequence.blocks, sequence.cross_blocks))
         sequence.blocks, sequence.cross_blocks, sequence.num_computed = None, [], 0
 
     def quarantine_blocks(self, sequence: Sequence) -> None:
@@ -319,7 +329,7 @@ class RankState:
         for slot in self.batch.order.tolist():
             yield from self.batch.table(slot).ravel().tolist()
             yield from self.batch.at(slot).cross_blocks
-        for sequence in self.sequences.values():
+        for sequence in (*self.sequences.values(), *self.prefetching.values()):
             if sequence.blocks is not None:
                 yield from sequence.blocks.ravel().tolist()
                 yield from sequence.cross_blocks
@@ -419,7 +429,7 @@ class RankState:
             self.waiting.remove(sequence)
         else:
             self.load_candidates.remove(sequence)
-        self._let_go(sequence, self._no_blocks if blocks is None else blocks, reason)
+        self._let_go(sequence, self.no_blocks if blocks is None else blocks, reason)
 
     def _let_go(self, sequence: Sequence, table: Int32Array, reason: FinishReason | None) -> None:
         """Give up a sequence's blocks: now, after the steps in flight, or when the connector's peers have read them."""
@@ -427,7 +437,7 @@ class RankState:
         sequence.blocks, sequence.cross_blocks, sequence.num_computed = None, [], 0
         connector = self.setup.connector
         if connector is None:
-            self._free(held)
+            self.free(held)
             return
         if reason is not None and sequence.kv_request is not None:
             request = KvRequest(
@@ -446,12 +456,7 @@ class RankState:
         if self.flights:
             self.deferred_frees.append((self.flights[-1].step, held))
         else:
-            self._free(held)
-
-    def _free(self, held: HeldBlocks) -> None:
-        self.kv.release(held.table)
-        if held.cross_blocks:
-            self.kv.pool.release(held.cross_blocks)
+            self.free(held)
 
     def forget_draining(self, sequence: Sequence) -> None:
         """Whatever steps in flight still bring is not for it any more."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from kv_transfer.params import KvParams
 from rank_scheduler.messages import FinishReason, TokenLogprobs
 from rank_scheduler.ngram import NgramIndex
 from rank_scheduler.plan import BoolArray, Int32Array, StepPlan, StepResult
@@ -28,6 +29,7 @@ class OwnerTokens:
     tokens: list[int] = field(default_factory=list)
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     first_token_ids: list[int] = field(default_factory=list)
+    tickets: dict[int, KvParams] = field(default_factory=dict)
     shares_ids: bool = False
     """`ids` is the list that all steady steps of a batch use: `own_ids` copies it before the first change."""
 
@@ -100,6 +102,7 @@ class ResultIntake:
         self._take_sampled(slots, first, sampled, result, now)
         if state.config.speculative is not None:
             self._propose(flight)
+        self._hand_out_tickets(flight)
         self._after_step(flight)
 
     def fail(self, flight: Flight, plan: StepPlan, message: str, now: float) -> None:
@@ -368,6 +371,15 @@ class ResultIntake:
         return accepted
 
     # ---- after the tokens ----
+
+    def _hand_out_tickets(self, flight: Flight) -> None:
+        """For those that still have the blocks which their tickets name."""
+        batch = self._state.batch
+        for row, ticket in flight.tickets.items():
+            slot = int(flight.slots[row])
+            if batch.epoch[slot] == flight.epochs[row]:
+                owner, wire_id = batch.at(slot).key
+                self._tokens.setdefault(owner, OwnerTokens()).tickets[wire_id] = ticket
 
     def _propose(self, flight: Flight) -> None:
         """Drafts for the next step of those that sampled in this one.

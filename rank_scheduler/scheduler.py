@@ -13,10 +13,11 @@ from rank_scheduler.explanation import explain
 from rank_scheduler.interface import PauseState, SchedulerSetup
 from rank_scheduler.kv_events import KvEvent
 from rank_scheduler.load_pass import LoadPass
-from rank_scheduler.messages import End, Explanation, Extend, FinishReason, RankLoad, StepFrame, Submit
+from rank_scheduler.messages import End, Explanation, Extend, FinishReason, Prefetch, RankLoad, StepFrame, Submit
 from rank_scheduler.needs import Needs
 from rank_scheduler.plan import Int32Array, StepPlan, StepResult
 from rank_scheduler.plan_builder import PlanBuilder
+from rank_scheduler.prefetches import Prefetches
 from rank_scheduler.prefix_hash import ExtraKeys
 from rank_scheduler.rank_state import RankState
 from rank_scheduler.refusals import why_impossible
@@ -57,7 +58,8 @@ class Scheduler:
         needs = Needs(self._state)
         self._loads = LoadPass(self._state, needs)
         self._room = RoomMaker(self._state, needs)
-        self._waiting = WaitingPass(self._state, needs, self._loads, self._room)
+        self._prefetches = Prefetches(self._state, needs)
+        self._waiting = WaitingPass(self._state, needs, self._loads, self._prefetches, self._room)
         self._builder = PlanBuilder(self._state)
         self._sessions = Sessions(self._state)
         self._steady = SteadyBatch(self._state, self._builder)
@@ -115,6 +117,12 @@ class Scheduler:
             return
         self._is_stuck = False
         self._sessions.take(sequence, extend, now)
+
+    def prefetch(self, owner: int, prefetch: Prefetch, now: float) -> None:
+        """Load KV of a request that is still to come, if there is room to spare; else nothing comes of it."""
+        self._is_stuck = False
+        if self._state.pause is not PauseState.UNPAUSED or not self._prefetches.add(owner, prefetch, now):
+            self._state.stats.num_dropped_prefetches += 1
 
     def abort(self, owner: int, request_id: int, now: float) -> None:
         """End a request whose client is gone; unknown and finished ones are ignored."""
@@ -179,6 +187,9 @@ class Scheduler:
             if event.is_fenced:
                 self._state.release_held(self._state.quarantine, event.key)
             return
+        if event.key in self._state.prefetching:
+            self._prefetches.take(event)
+            return
         sequence = self._state.sequences.get(event.key)
         if sequence is None or sequence.state is not SequenceState.WAITING_FOR_KV_LOAD:
             self.num_ignored_messages += 1
@@ -226,6 +237,7 @@ class Scheduler:
             or state.waiting
             or state.loaded
             or state.load_candidates
+            or self._prefetches
             or (connector is not None and connector.has_pending_work())
         )
 
@@ -239,7 +251,7 @@ class Scheduler:
         if len(state.flights) >= self.max_num_steps_in_flight:
             return None
         state.cached_in_step = set()
-        plan = self._steady.plan(now)
+        plan = None if self._prefetches else self._steady.plan(now)
         if plan is not None:
             return plan
         self._waiting.begin()
@@ -256,7 +268,8 @@ class Scheduler:
         if plan is None:
             # A preemption has made room that the next turn may give away.
             has_changed = state.stats.num_preemptions != num_preemptions
-            self._is_stuck = not (has_changed or self._waiting.must_ask_again or self._loads.must_ask_again)
+            must_ask_again = self._loads.must_ask_again or self._prefetches.must_ask_again
+            self._is_stuck = not (has_changed or self._waiting.must_ask_again or must_ask_again)
             return None
         if draft.has_prefill:
             self._last_prefill_step = state.num_steps
@@ -319,6 +332,7 @@ class Scheduler:
             estimated_flops=stats.estimated_flops,
             estimated_bytes=stats.estimated_bytes,
             busy_s=stats.busy_s,
+            num_prefetched_tokens=stats.num_prefetched_tokens,
         )
 
     def explain(self, request_id: str) -> list[Explanation]:
@@ -418,6 +432,13 @@ class Scheduler:
                 result[owner] = StepFrame(load=load, ends=mine, turn_ends=turns)
             else:
                 result[owner] = StepFrame(
-                    load, tokens.ids, tokens.tokens, tokens.logprobs, mine, turns, tokens.first_token_ids
+                    load,
+                    tokens.ids,
+                    tokens.tokens,
+                    tokens.logprobs,
+                    mine,
+                    turns,
+                    tokens.first_token_ids,
+                    tickets=tokens.tickets,
                 )
         return result

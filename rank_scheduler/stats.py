@@ -22,6 +22,10 @@ class StepStats:
     num_external_hits: int = 0
     """Tokens that a connector loaded."""
     num_failed_loads: int = 0
+    num_prefetched_tokens: int = 0
+    """Tokens whose KV was loaded before the request that needs it had come; loads of requests do not count them."""
+    num_dropped_prefetches: int = 0
+    """Those that brought nothing: no room, nothing new to load, or a failure."""
     num_drafts: int = 0
     """Rows that had drafts."""
     num_draft_tokens: int = 0

@@ -11,6 +11,7 @@ from rank_scheduler.kv_cache_manager import PrefixHit
 from rank_scheduler.load_pass import LoadPass
 from rank_scheduler.needs import Needs
 from rank_scheduler.plan import NO_TOKENS, Int32Array, NewSequence
+from rank_scheduler.prefetches import Prefetches
 from rank_scheduler.rank_state import RankState
 from rank_scheduler.room import RoomMaker
 from rank_scheduler.running_pass import StepDraft
@@ -23,10 +24,13 @@ _ENDS_PASS = frozenset({WaitReason.SLOTS, WaitReason.BUDGET, WaitReason.CADENCE}
 class WaitingPass:
     """Works on a rank's state. After `run`: what entered, and which blocks must be copied first."""
 
-    def __init__(self, state: RankState, needs: Needs, loads: LoadPass, room: RoomMaker) -> None:
+    def __init__(
+        self, state: RankState, needs: Needs, loads: LoadPass, prefetches: Prefetches, room: RoomMaker
+    ) -> None:
         self._state = state
         self._needs = needs
         self._loads = loads
+        self._prefetches = prefetches
         self._room = room
         self._caches = state.caches
         self._block_size = state.setup.block_size
@@ -51,7 +55,9 @@ class WaitingPass:
         state.pass_number += 1
         if state.pause is PauseState.UNPAUSED:
             self._room.take_from_idle(now)
-            self._loads.start(now)
+            self._prefetches.start(self._loads.start(now))
+        else:
+            self._prefetches.clear()
         state.pass_obstacle = self._admit(draft, now)
         if not draft.defer_prefills:
             self.is_capacity_bound = bool(state.waiting)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from tokenizers import Tokenizer
 
+from kv_transfer.params import KvParams
 from rank_scheduler.messages import End, FinishReason, SamplingParams, TokenLogprobs
 from router.detokenizer import IncrementalDetokenizer, StopText
 from router.errors import ApiError, Cause, invalid
@@ -31,8 +32,8 @@ class Delta:
 class Choice:
     """Filled by its rank's link, in callbacks; emptied by its request's task.
 
-    A link calls `add_token` and `prefill_done` any number of times and then exactly one of `finish` and `fail`. When
-    its rank hands it off, another link goes on with it.
+    A link calls `add_token`, `prefill_done` and `take_ticket` any number of times and then exactly one of `finish` and
+    `fail`. When its rank hands it off, another link goes on with it.
     The task hears of the first token at once, then of every `stream_interval` tokens, and of the end.
     """
 
@@ -43,6 +44,7 @@ class Choice:
         "_num_taken_tokens",
         "_on_handoff",
         "_on_prefill_done",
+        "_on_ticket",
         "_stop_text",
         "_stream_interval",
         "_tokens",
@@ -69,6 +71,7 @@ class Choice:
         notify: Callable[[Choice], None],
         on_prefill_done: Callable[[], None],
         on_handoff: Callable[[Choice, End], None],
+        on_ticket: Callable[[Choice, KvParams], None],
     ) -> None:
         self.index = index
         self.end: End | None = None
@@ -85,6 +88,7 @@ class Choice:
         self.notify = notify
         self._on_prefill_done = on_prefill_done
         self._on_handoff = on_handoff
+        self._on_ticket = on_ticket
         self._stream_interval = stream_interval
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
@@ -113,6 +117,10 @@ class Choice:
         if not self.is_dirty and (len(self.generated) == 1 or len(self._tokens) >= self._stream_interval):
             self.is_dirty = True
             self.notify(self)
+
+    def take_ticket(self, ticket: KvParams) -> None:
+        """Where KV of its prompt can be fetched by now, though its rank still computes it."""
+        self._on_ticket(self, ticket)
 
     def prefill_done(self) -> None:
         if not self.is_prefilled:

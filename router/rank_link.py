@@ -19,6 +19,7 @@ from rank_scheduler.messages import (
     Explain,
     Explained,
     KvTransferLoad,
+    Prefetch,
     PrefixEvents,
     PrefixSnapshot,
     RankLoad,
@@ -133,6 +134,10 @@ class RankLink:
         self._is_full = not self.has_room
         return request_id
 
+    def prefetch(self, prefetch: Prefetch) -> None:
+        """Tell the rank of a request to come; nothing follows."""
+        self._connection.send(self._encoder.encode(prefetch))
+
     def abort(self, request_id: int) -> None:
         """The request is of no interest any more; its choice hears nothing further. Ignored if it has ended."""
         if self._forget(request_id) is not None:
@@ -208,6 +213,9 @@ class RankLink:
                 self._count(PeerFault.STALE)
                 continue
             choice.add_token(frame.tokens[index], logprobs.get(index) if logprobs else None)
+        for request_id, ticket in frame.tickets.items():
+            if (choice := live.get(request_id)) is not None:
+                choice.take_ticket(ticket)
         for end in frame.ends:
             choice = self._forget(end.id)
             if choice is None:

@@ -119,7 +119,7 @@ class RankPool:
     def find(self, leg: Leg, prompt: PromptPrefix, preferred: RankLink | None = None) -> RankLink | None:
         """The rank for this leg of a request, to be submitted at once; None if no rank can take it now.
 
-        Of ranks that only fall back to it, `preferred` is taken, if it is one.
+        Of those that could, it is `preferred`, if that is one: where the request was before, or is expected.
         """
         links = [link for link in self.links if link.has_room]
         found = suitable([link.record.role for link in links], leg, falls_back=self._falls_back)

@@ -15,7 +15,8 @@ from functools import partial
 
 import msgspec
 
-from rank_scheduler.messages import End, SamplingParams, Submit
+from kv_transfer.params import KvParams
+from rank_scheduler.messages import End, Prefetch, SamplingParams, Submit
 from router.choice import Choice, Delta
 from router.control_link import ControlLink
 from router.control_messages import PoolRole
@@ -85,6 +86,8 @@ class RequestFlow:
         """Of each choice's prompt."""
         self._places: dict[int, tuple[RankLink, int]] = {}
         """Choice → the link that it was last submitted to, and its id there."""
+        self._next_links: dict[int, RankLink] = {}
+        """Choice → the link that is to go on with it, and whose rank fetches KV of it already."""
         self._moves: set[asyncio.Task[None]] = set()
         """Each waits for a rank that goes on with a choice. Owned by the flow until `close`."""
         self._num_open = 0
@@ -250,6 +253,7 @@ class RequestFlow:
             self._notify,
             partial(self._prefill_done, num_tokens),
             self._on_handoff,
+            self._on_ticket,
         )
         self._choices.append(choice)
         self._num_open += 1
@@ -280,12 +284,26 @@ class RequestFlow:
         self._metrics.placed(leg, link.record.role, prefix.num_tokens, prefix.num_tokens - num_uncached)
         return num_uncached
 
+    def _on_ticket(self, choice: Choice, ticket: KvParams) -> None:
+        """A part of its prompt is computed: the rank that will go on may fetch its KV by now. Nothing depends on it."""
+        first, num_tokens = self._submits[choice.index], ticket.get("num_tokens")
+        if self._is_closed or not first.reads_prefix_cache or first.encoder_inputs or not isinstance(num_tokens, int):
+            return
+        now_at, _ = self._places[choice.index]
+        prefix = self._prefixes[choice.index]
+        link = self._pool.find(Leg.DECODE, prefix, self._next_links.get(choice.index, now_at))
+        if link is None or link is now_at:
+            return
+        self._next_links[choice.index] = link
+        link.prefetch(Prefetch(first.token_ids[: 4 * num_tokens], ticket, self.request_id, first.cache_salt))
+
     def _on_handoff(self, choice: Choice, end: End) -> None:
         """Its prompt is computed; find a rank that goes on, with the KV that `end` tells where to get."""
         if self._is_closed:
             return
         handed_off_at = self._loop.time()
         before, _ = self._places[choice.index]
+        before = self._next_links.pop(choice.index, before)
         link = self._pool.find(Leg.DECODE, self._prefixes[choice.index], before)
         if link is not None:
             self._go_on(choice, link, end, handed_off_at)

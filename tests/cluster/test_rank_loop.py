@@ -17,6 +17,7 @@ from cluster import rank_loop
 from cluster.rank_loop import (
     MAX_CONSECUTIVE_FAILURES,
     Aborted,
+    Announced,
     Asked,
     Event,
     Extended,
@@ -42,6 +43,7 @@ from rank_scheduler.messages import (
     Extend,
     Grammar,
     GrammarKind,
+    Prefetch,
     RankLoad,
     RankToRouter,
     SamplingParams,
@@ -107,6 +109,9 @@ class ScriptedScheduler:
 
     def drop_owner(self, owner: int, now: float) -> None:
         self._note(f"drop {owner}")
+
+    def prefetch(self, owner: int, prefetch: Prefetch, now: float) -> None:
+        self._note(f"prefetch {owner}: {prefetch.request_id}")
 
     def take_compile_actions(self) -> list[CompileGrammar]:
         actions, self.grammars = self.grammars, []
@@ -240,13 +245,21 @@ class ConnectorWorker:
     """Says in `started` what it was to start, and which steps had begun by then; in `finished` which were computed."""
 
     runner: Runner
+    known: list[tuple[object, int, int]] = field(default_factory=list)
+    """What it was told of preemptions, and how often it had been asked to start loads, and steps had begun, by then."""
     started: list[tuple[object, int]] = field(default_factory=list)
     finished: list[bool] = field(default_factory=list)
     invalid: frozenset[int] = frozenset()
     error: Exception | None = None
+    refusal: Exception | None = None
 
     def start(self, memory: KvMemory, post: Callable[[ConnectorEvent], None]) -> None:
         raise AssertionError("the loop starts no connector")
+
+    def handle_preemptions(self, metadata: object) -> None:
+        self.known.append((metadata, len(self.started), self.runner.entered.qsize()))
+        if self.refusal is not None:
+            raise self.refusal
 
     def start_load_kv(self, metadata: object) -> None:
         self.started.append((metadata, self.runner.entered.qsize()))
@@ -470,6 +483,7 @@ def test_a_plan_without_rows_goes_to_connector_and_runner(harness: Harness) -> N
     harness.run_steps(1)
     assert harness.entered() == 2
     assert harness.tokens() == [2]
+    assert harness.worker.known == [("load these", 0, 0)]
     assert harness.worker.started == [("load these", 0)]
     assert "update 1" in harness.calls()
 
@@ -658,6 +672,7 @@ def test_transfers_of_a_dropped_plan_are_started_all_the_same(pipelined: Harness
     pipelined.until_in_flight(2)
     pipelined.runner.let_go(RuntimeError("too hot"))
     assert [pipelined.tokens(), pipelined.tokens()] == [[], []]
+    assert pipelined.worker.known == [("load these", 0, 0)]
     assert pipelined.worker.started == [("load these", 0)]
     assert pipelined.calls()[-1] == "fail 2: the model step failed: too hot; retry"
 
@@ -670,6 +685,24 @@ def test_transfers_that_cannot_be_started_fail_the_step(harness: Harness) -> Non
     harness.settle()
     assert "fail 1: the model step failed: no such peer; retry" in harness.calls()
     assert harness.runner.entered.empty()
+
+
+def test_a_step_is_not_computed_over_blocks_that_somebody_may_rely_on(harness: Harness) -> None:
+    harness.worker.refusal = RuntimeError("no such lease")
+    harness.scheduler.metadata = "void these"
+    harness.run_steps(1)
+    assert harness.tokens() == []
+    harness.settle()
+    assert "fail 1: the model step failed: no such lease; retry" in harness.calls()
+    assert harness.runner.entered.empty()
+    # What it asks for is remembered as asked for.
+    assert harness.worker.started == [("void these", 0)]
+
+
+def test_a_prefetch_reaches_the_scheduler(harness: Harness) -> None:
+    harness.loop.post(Announced(OWNER, Prefetch(b"", {}, "r1")))
+    harness.settle()
+    assert f"prefetch {OWNER}: r1" in harness.calls()
 
 
 def test_a_plan_that_is_made_while_the_step_before_it_fails_is_not_executed(pipelined: Harness) -> None:

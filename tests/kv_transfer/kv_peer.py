@@ -173,6 +173,7 @@ class KvRank:
             for order in metadata:
                 if isinstance(order, OpenLease):
                     self.requests[order.key[1]].lease_id = order.lease_id
+            self.worker.handle_preemptions(metadata)
             self.worker.start_load_kv(metadata)
         return metadata
 
@@ -237,9 +238,14 @@ class KvRank:
         self.requests[number] = _Request(request, number, self.take(-(-num_tokens // self.geometry.block_size)))
         self.scheduler.update_state_after_alloc(request, self.requests[number].table, 0)
 
-    def compute(self, number: int, num_tokens: int, *, was_computed: bool = True) -> None:
+    def compute(self, number: int, num_tokens: int, *, was_computed: bool = True) -> dict[str, Any] | None:
+        """A step that brings it so far; what its owner may hear then."""
         self.scheduler.request_computed((1, number), num_tokens)
+        ticket = None
+        if number in self.requests and num_tokens < len(self.requests[number].request.token_ids):
+            ticket = self.scheduler.partial_ticket((1, number), num_tokens, self.requests[number].table)
         self.step(was_computed=was_computed)
+        return ticket if was_computed else None
 
     def early_ticket(self, number: int) -> dict[str, Any]:
         """What its ticket will be."""

@@ -125,6 +125,34 @@ def test_a_lease_has_one_reader(table: LeaseTable) -> None:
     assert table.acquire(1, "d") == 10
 
 
+def test_who_reads_ahead_takes_nothing_from_the_lease(table: LeaseTable) -> None:
+    table.advance(1, 8)
+    assert table.num_ready(1) == 8
+    assert table.confirm_ahead(1, 8) == ""
+    assert table.confirm_ahead(1, 9) == "9 tokens were read, and 8 are ready"
+    assert table.acquire(1, "d") == 8
+    assert table.confirm_ahead(1, 8) == ""
+    assert table.advance(1, 10) == [ReadyNotice("d", 1, 10)]
+    assert table.complete(1, KEY, 10, 0.0) == []
+    assert table.confirm(1, "d", 10) == ("", [SendFinished(KEY)])
+    assert table.confirm_ahead(1, 8) == table.num_ready(1) == "its reader has confirmed"
+    assert table.num_ready(9) == "there is no such lease"
+
+
+def test_what_was_read_ahead_of_a_void_lease_is_not_confirmed(table: LeaseTable) -> None:
+    table.advance(1, 8)
+    assert table.num_ready(1) == 8
+    assert table.void(1, "preempted") == []
+    assert table.confirm_ahead(1, 8) == "preempted"
+
+
+def test_reading_ahead_does_not_prolong_a_lease(table: LeaseTable) -> None:
+    completed(table)
+    assert table.num_ready(1) == 10
+    assert table.confirm_ahead(1, 10) == ""
+    assert table.expire(LEASE_S) == [SendFinished(KEY)]
+
+
 def test_nothing_is_confirmed_that_was_not_acquired(table: LeaseTable) -> None:
     completed(table)
     assert table.confirm(1, "d", 10) == ("it was never acquired", [])

@@ -70,6 +70,10 @@ class Deciding:
     def request_computed(self, key: Any, num_tokens: int) -> None:
         self.told.append(f"computed {num_tokens}")
 
+    def partial_ticket(self, key: Any, num_tokens: int, block_ids: np.ndarray) -> Any:
+        self.told.append(f"ticket {num_tokens}")
+        return self.params
+
     def request_preempted(self, key: Any) -> None:
         self.told.append("preempted")
 
@@ -149,15 +153,17 @@ def test_loads_within_a_step_come_from_one_only() -> None:
 def test_all_are_told_everything() -> None:
     rig = Rig(Deciding(), Deciding())
     rig.multi.request_computed(KEY, 8)
+    assert rig.multi.partial_ticket(KEY, 8, TABLE) is None
     rig.multi.request_preempted(KEY)
     rig.multi.request_finished(request(), TABLE, hands_off=False)
     for child in rig.children:
-        assert child.told == ["new", "computed 8", "preempted", "finished"]
+        assert child.told == ["new", "computed 8", "ticket 8", "preempted", "finished"]
 
 
 def test_params_are_merged_and_contradictions_told() -> None:
     rig = Rig(Deciding(params={"a": 1}), Deciding(), Deciding(params={"b": 2}))
     assert rig.multi.request_finished(request(), TABLE, hands_off=True) == (False, {"a": 1, "b": 2})
+    assert rig.multi.partial_ticket(KEY, 8, TABLE) == {"a": 1, "b": 2}
     rig = Rig(Deciding(params={"a": 1}, keeps=True), Deciding(params={"a": 2}))
     assert rig.multi.request_finished(request(), TABLE, hands_off=True) == (True, None)
     metadata = rig.multi.build_connector_meta()
@@ -191,6 +197,10 @@ class Moving:
     def start(self, memory: KvMemory, post: Callable[[ConnectorEvent], None]) -> None:
         self.post = post
         self._may_raise("start")
+
+    def handle_preemptions(self, metadata: object) -> None:
+        self.log.append(f"{self.name} knows {metadata}")
+        self._may_raise("handle_preemptions")
 
     def start_load_kv(self, metadata: object) -> None:
         self.log.append(f"{self.name} got {metadata}")
@@ -234,6 +244,7 @@ class WorkerRig:
 
     def step(self, *loads: ChildLoad, kept: Any = (), was_computed: bool = True) -> frozenset[int]:
         metadata = MultiMetadata(("ma", "mb", "mc"), loads, kept, ())
+        self.multi.handle_preemptions(metadata)
         self.multi.start_load_kv(metadata)
         self.multi.wait_for_layer_load(0)
         self.multi.save_kv_layer(0)
@@ -286,7 +297,9 @@ def test_who_loads_within_the_step_is_asked_first_and_what_it_lost_is_not_comput
     assert [child.computed for child in workers.children] == [[False, False, True]] * 2 + [[True, False, True]]
 
 
-@pytest.mark.parametrize("where", ["start_load_kv", "wait_for_layer_load", "save_kv_layer", "finish_step"])
+@pytest.mark.parametrize(
+    "where", ["handle_preemptions", "start_load_kv", "wait_for_layer_load", "save_kv_layer", "finish_step"]
+)
 @pytest.mark.parametrize("is_async", [True, False])
 def test_one_that_raises_is_given_up_and_the_others_go_on(workers: WorkerRig, where: str, is_async: bool) -> None:
     workers.step(kept=(((0, 9), frozenset({1})), ((0, 8), frozenset({0, 1}))))
@@ -307,7 +320,7 @@ def test_one_that_raises_is_given_up_and_the_others_go_on(workers: WorkerRig, wh
     workers.step(load(1, is_async=True, number=3), kept=(((0, 5), frozenset({1})),))
     assert LoadFinished((0, 3), 4, "b has failed") in workers.events
     assert SendFinished((0, 5)) in workers.events
-    assert workers.log == ["a got ma", "c got mc", "a finished", "c finished"]
+    assert workers.log == ["a knows ma", "c knows mc", "a got ma", "c got mc", "a finished", "c finished"]
 
 
 def test_one_that_does_not_start_closes_the_others(workers: WorkerRig) -> None:

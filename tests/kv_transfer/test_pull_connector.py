@@ -191,6 +191,58 @@ def test_an_early_read_of_what_is_given_up_fails(ranks: StartRank, what: str) ->
         assert ends(decode, 6) == {"valid": 30, **RIGHT}
 
 
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_what_is_read_ahead_need_not_be_read_again(ranks: StartRank, transport: str) -> None:
+    prefill, decode = ranks(extra={"transport": transport}), ranks(extra={"transport": transport})
+    prefill.begin(1, 30)
+    ticket = prefill.compute(1, 13) or {}
+    assert ticket["num_tokens"] == 12
+    assert decode.load(5, ticket, seed=1)
+    assert ends(decode, 5) == {"valid": 12, **RIGHT}
+    ticket = prefill.compute(1, 22) or {}
+    assert decode.load(6, ticket, seed=1, num_local=12)
+    assert ends(decode, 6) == {"valid": 20, **RIGHT}
+    assert prefill.worker.stats().num_leases == 0  # still open, and nobody's
+    prefill.compute(1, 30)
+    whole = prefill.finish(1) or {}
+    assert whole["remote_lease_id"] == ticket["remote_lease_id"]
+    prefill.step()
+    assert decode.load(7, whole, seed=1, num_local=20)
+    assert ends(decode, 7) == {"valid": 30, **RIGHT}
+    is_released(prefill)
+    assert decode.worker.stats().num_loaded_bytes == (3 + 2 + 3) * 2 * 512
+    assert decode.worker.stats().load_failures == {}
+
+
+def test_another_rank_may_go_on_than_the_one_that_read_ahead(ranks: StartRank) -> None:
+    prefill, first, second = ranks(), ranks(), ranks()
+    prefill.begin(1, 30)
+    assert first.load(5, prefill.compute(1, 13) or {}, seed=1)
+    assert ends(first, 5) == {"valid": 12, **RIGHT}
+    prefill.compute(1, 30)
+    assert second.load(5, prefill.finish(1) or {}, seed=1)
+    prefill.step()
+    assert ends(second, 5) == {"valid": 30, **RIGHT}
+    is_released(prefill)
+
+
+@pytest.mark.parametrize("what", ["preempted", "not computed", "ended"])
+def test_what_is_read_ahead_of_a_lease_that_is_void_is_not_used(ranks: StartRank, what: str) -> None:
+    prefill, decode = ranks(), ranks()
+    prefill.begin(1, 30)
+    ticket = prefill.compute(1, 13) or {}
+    if what == "preempted":
+        prefill.preempt(1)
+    elif what == "ended":
+        assert prefill.finish(1, hands_off=False) is None
+    else:
+        prefill.compute(1, 20, was_computed=False)
+    assert decode.load(5, ticket, seed=1, num_local=4)
+    end = ends(decode, 5)
+    assert (end["valid"], end["cause"].split(":")[0]) == (4, "lease_expired")
+    assert what in end["cause"]
+
+
 def test_a_holder_that_gets_no_further_is_given_up(ranks: StartRank) -> None:
     prefill, decode = ranks(), ranks(extra={"lease_s": 0.3})
     prefill.begin(1, 30)
@@ -478,6 +530,38 @@ def test_a_void_lease_cannot_be_confirmed_once_its_plan_has_begun(ranks: StartRa
     assert answers == [Granted(1, 30), Denied(2, "its request has lost its blocks")]
     prefill.finish_step(metadata)
     until(lambda: not server._refused, "the lease is gone")
+
+
+def test_who_read_ahead_while_blocks_were_given_up_is_denied(ranks: StartRank) -> None:
+    """`handle_preemptions` alone decides it: it comes before copies and zeroing, and `start_load_kv` after them."""
+    prefill = ranks()
+    prefill.begin(1, 30)
+    prefill.compute(1, 13)
+    lease_id = prefill.requests[1].lease_id
+    table = prefill.requests[1].table
+
+    async def talk() -> None:
+        reader = await reader_of(prefill)
+        reader.send(Acquire(1, lease_id, is_ahead=True), Confirm(2, lease_id, 12, is_ahead=True))
+        assert await reader.next() == Granted(1, 13)
+        assert await reader.next() == Confirmed(2)
+        reader.send(Acquire(3, lease_id, is_ahead=True))
+        assert await reader.next() == Granted(3, 13)
+        assert prefill.holds(table, 1, 3)  # it reads them here
+        prefill.scheduler.request_preempted((1, 1))
+        metadata = prefill.scheduler.build_connector_meta()
+        prefill.worker.handle_preemptions(metadata)
+        prefill.memory.blocks[table.ravel()] = GARBAGE
+        reader.send(Confirm(4, lease_id, 12, is_ahead=True))
+        assert await reader.next() == Denied(4, "its request has lost its blocks")
+        prefill.worker.start_load_kv(metadata)
+        prefill.worker.finish_step(metadata, was_computed=True)
+        reader.send(Acquire(5, lease_id, is_ahead=True))
+        assert await reader.next() == Denied(5, "its request was preempted")
+        reader.connection.close()
+        await reader.closed()
+
+    asyncio.run(talk())
 
 
 @pytest.mark.parametrize(

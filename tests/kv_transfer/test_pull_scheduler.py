@@ -158,6 +158,102 @@ def test_preemption_gives_a_new_lease() -> None:
     assert params["remote_lease_id"] == 2
 
 
+# ---- partial tickets ----
+
+
+def test_full_blocks_of_a_prompt_are_told_as_they_are_computed() -> None:
+    scheduler = half()
+    scheduler.on_new_request(outgoing())
+    scheduler.update_state_after_alloc(outgoing(), table(1, 2, 3), 0)
+    scheduler.request_computed((1, 1), 3)
+    assert scheduler.partial_ticket((1, 1), 3, table(1, 2, 3)) is None
+    scheduler.request_computed((1, 1), 6)
+    told = scheduler.partial_ticket((1, 1), 6, table(1, 2, 3))
+    parsed = parse_params(told or {})
+    assert isinstance(parsed, Ticket)
+    assert parsed.is_partial
+    assert (parsed.num_tokens, parsed.remote_lease_id, parsed.table().tolist()) == (4, 1, [[1], [101]])
+    scheduler.request_computed((1, 1), 7)
+    assert scheduler.partial_ticket((1, 1), 7, table(1, 2, 3)) is None  # nothing new
+    scheduler.request_computed((1, 1), 9)
+    told = scheduler.partial_ticket((1, 1), 9, table(1, 2, 3))
+    assert (told or {})["num_tokens"] == 8
+    scheduler.request_computed((1, 1), 10)
+    _, whole = scheduler.request_finished(outgoing(), table(1, 2, 3), hands_off=True)
+    assert whole is not None
+    assert (whole["num_tokens"], whole["remote_lease_id"], whole["is_partial"]) == (10, 1, False)
+
+
+def test_after_a_preemption_partial_tickets_are_of_another_lease() -> None:
+    scheduler = half()
+    scheduler.on_new_request(outgoing())
+    scheduler.update_state_after_alloc(outgoing(), table(1, 2, 3), 0)
+    scheduler.request_computed((1, 1), 8)
+    assert scheduler.partial_ticket((1, 1), 8, table(1, 2, 3)) is not None
+    scheduler.request_preempted((1, 1))
+    assert scheduler.partial_ticket((1, 1), 8, table(1, 2, 3)) is None
+    scheduler.update_state_after_alloc(outgoing(), table(4, 5, 6), 0)
+    scheduler.request_computed((1, 1), 4)
+    told = scheduler.partial_ticket((1, 1), 4, table(4, 5, 6)) or {}
+    assert (told["remote_lease_id"], told["remote_block_ids"]) == (2, [4, 104])
+
+
+def test_who_does_not_hand_off_or_cannot_be_reached_tells_nothing() -> None:
+    for scheduler, asks in ((half(), request(1, 10, {})), (half(port=None), outgoing())):
+        scheduler.on_new_request(asks)
+        scheduler.update_state_after_alloc(asks, table(1, 2, 3), 0)
+        scheduler.request_computed((1, 1), 8)
+        assert scheduler.partial_ticket((1, 1), 8, table(1, 2, 3)) is None
+
+
+def partial(num_tokens: int = 8) -> dict[str, Any]:
+    return ticket(num_tokens) | {"is_partial": True}
+
+
+def test_a_partial_ticket_is_used_and_neither_held_nor_given_back() -> None:
+    scheduler = half()
+    ahead, unused = request(-1, 8, partial()), request(-2, 8, partial())
+    scheduler.on_new_request(ahead)
+    scheduler.on_new_request(unused)
+    assert not scheduler.has_pending_work()
+    scheduler.request_finished(unused, NO_BLOCKS, hands_off=False)
+    assert not scheduler.has_pending_work()
+    assert scheduler.get_num_new_matched_tokens(ahead, 4) == ExternalMatch(4, True)
+    scheduler.update_state_after_alloc(ahead, table(11, 12), 4)
+    held, load = orders(scheduler)
+    assert isinstance(held, HoldTicket)
+    assert isinstance(load, LoadBlocks)
+    assert (load.remote_blocks.tolist(), load.local_blocks.tolist()) == ([2, 102], [12, 112])
+    scheduler.update_state_after_alloc(ahead, table(11, 12), 0)
+    scheduler.request_finished(ahead, table(11, 12), hands_off=False)
+    assert not scheduler.has_pending_work()
+    scheduler.check_integrity()
+
+
+@pytest.mark.parametrize("ends", ["well", "badly"])
+def test_a_lease_is_read_by_one_load_at_a_time(ends: str) -> None:
+    scheduler = half()
+    first, second, whole = request(-1, 4, partial(4)), request(-2, 8, partial()), request(5, 11, ticket())
+    scheduler.on_new_request(first)
+    scheduler.on_new_request(second)
+    assert scheduler.get_num_new_matched_tokens(first, 0) == ExternalMatch(4, True)
+    scheduler.update_state_after_alloc(first, table(11), 4)
+    assert scheduler.get_num_new_matched_tokens(second, 0) is None
+    scheduler.on_new_request(whole)
+    assert scheduler.may_load_async(whole)
+    assert scheduler.get_num_new_matched_tokens(whole, 0) is None
+    another = request(6, 11, ticket() | {"remote_lease_id": 77})
+    scheduler.on_new_request(another)
+    assert scheduler.get_num_new_matched_tokens(another, 0) == ExternalMatch(10, True)
+    if ends == "well":
+        scheduler.update_state_after_alloc(first, table(11), 0)
+    scheduler.request_finished(first, table(11) if ends == "well" else NO_BLOCKS, hands_off=False)
+    scheduler.check_integrity()
+    assert scheduler.get_num_new_matched_tokens(whole, 4) == ExternalMatch(6, True)
+    # Its request is here: nothing is left to be read ahead.
+    assert scheduler.get_num_new_matched_tokens(second, 4) == ExternalMatch(0, False)
+
+
 # ---- consuming ----
 
 
@@ -287,7 +383,7 @@ LEASE_S = 10.0
 
 WEIGHTS = {
     "admit": 2, "compute": 1, "step": 6, "failed step": 1, "preempt": 4, "hand off": 2, "end": 1, "hear": 1, "wait": 1,
-    "read": 4, "copy": 1, "beat": 1, "confirm": 5, "release": 1,
+    "read": 4, "copy": 1, "beat": 1, "confirm": 5, "release": 1, "read ahead": 3, "copy ahead": 1, "confirm ahead": 4,
 }  # fmt: skip
 ACTIONS = [action for action, weight in WEIGHTS.items() for _ in range(weight)]
 
@@ -296,7 +392,7 @@ class PrefillRank(RuleBasedStateMachine):
     """A prefill rank whose blocks are reused at once, and readers that copy block by block, at any time.
 
     The orders reach the lease table through a queue, as late as can be; only that void leases cannot be confirmed is
-    known when the step begins (`PullWorker.start_load_kv`). Whatever a reader has been confirmed must be right.
+    known when the step begins (`PullWorker.handle_preemptions`). Whatever a reader has been confirmed must be right.
     """
 
     @initialize()
@@ -315,6 +411,10 @@ class PrefillRank(RuleBasedStateMachine):
         self.writes: list[tuple[int, object]] = []
         self.num_requests = self.num_readers = self.num_kept = self.num_sent = 0
         self.readers: list[list[Any]] = []
+        self.tickets: dict[int, Ticket] = {}
+        """The latest partial one of each request, from the plan of its step on."""
+        self.ahead: list[tuple[int, Ticket, dict[int, object]]] = []
+        self.num_read_ahead = 0
 
     # One rule, since hypothesis leaves rules out at random, and what matters here takes most of them.
 
@@ -337,6 +437,10 @@ class PrefillRank(RuleBasedStateMachine):
                 candidates = sorted(self.lease_of)
             case "copy" | "beat" | "confirm" | "release":
                 candidates = self.readers
+            case "read ahead":
+                candidates = sorted(self.tickets)
+            case "copy ahead" | "confirm ahead":
+                candidates = self.ahead
         if not candidates:
             return
         one = candidates[-1 - which % len(candidates)]
@@ -357,6 +461,12 @@ class PrefillRank(RuleBasedStateMachine):
                 self.confirm(one)
             case "release":
                 self.release(one)
+            case "read ahead":
+                self.ahead.append((one, self.tickets[one], {}))
+            case "copy ahead":
+                self.copy_ahead(one)
+            case "confirm ahead":
+                self.confirm_ahead(one)
 
     # the request's side
 
@@ -384,6 +494,13 @@ class PrefillRank(RuleBasedStateMachine):
         self.computed[number] = last = min(first + num_columns, NUM_COLUMNS)
         self.scheduler.request_computed((1, number), last * BLOCK_SIZE)
         self.writes += [(self.blocks[number][column], (number, column)) for column in range(first, last)]
+        if last > first:
+            told = self.scheduler.partial_ticket(
+                (1, number), last * BLOCK_SIZE, np.array([self.blocks[number]], np.int32)
+            )
+            parsed = parse_params(told or {})
+            if isinstance(parsed, Ticket):
+                self.tickets[number] = parsed
 
     def preempt(self, number: int) -> None:
         self.scheduler.request_preempted((1, number))
@@ -476,6 +593,23 @@ class PrefillRank(RuleBasedStateMachine):
             assert copies == {column: (number, column) for column in range(NUM_COLUMNS)}
         self.act(actions)
 
+    def copy_ahead(self, reader: tuple[int, Ticket, dict[int, object]]) -> None:
+        _, ticket, copies = reader
+        ready = self.leases.num_ready(ticket.remote_lease_id)
+        if not isinstance(ready, str):
+            for column in range(len(copies), min(ready, ticket.num_tokens) // BLOCK_SIZE):
+                copies[column] = self.content.get(ticket.remote_block_ids[column])
+
+    def confirm_ahead(self, reader: tuple[int, Ticket, dict[int, object]]) -> None:
+        number, ticket, copies = reader
+        self.copy_ahead(reader)
+        if len(copies) < ticket.num_columns or ticket.remote_lease_id in self.refused:
+            return
+        self.ahead.remove(reader)
+        if not self.leases.confirm_ahead(ticket.remote_lease_id, ticket.num_tokens):
+            self.num_read_ahead += 1
+            assert copies == {column: (number, column) for column in range(ticket.num_columns)}
+
     def release(self, reader: list[Any]) -> None:
         self.readers.remove(reader)
         self.act(self.leases.release(reader[2], reader[0]))
@@ -504,6 +638,7 @@ TestPrefillRank.settings = settings(max_examples=25, stateful_step_count=50, dea
 @pytest.mark.parametrize("first_seed", range(0, 1000, 250))
 def test_random_days(first_seed: int) -> None:
     """The same machine without hypothesis, which takes a hundred times as long for a day: what is rare needs many."""
+    num_read_ahead = 0
     for seed in range(first_seed, first_seed + 250):
         rng, rank = random.Random(seed), PrefillRank()
         rank.start()
@@ -514,3 +649,5 @@ def test_random_days(first_seed: int) -> None:
             rank.teardown()
         except AssertionError as error:
             raise AssertionError(f"seed {seed}: {error}") from error
+        num_read_ahead += rank.num_read_ahead
+    assert num_read_ahead > 25

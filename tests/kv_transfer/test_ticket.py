@@ -24,6 +24,7 @@ PARAMS: dict[str, Any] = {
     "num_tokens": 9,
     "block_size": 4,
     "fingerprint": "f",
+    "is_partial": False,
 }
 
 
@@ -74,7 +75,7 @@ def test_other_tickets_are_unusable(changes: dict[str, Any], message: str) -> No
     assert message in parsed.message
 
 
-@pytest.mark.parametrize("name", sorted(set(PARAMS) - {"do_remote_decode"}))
+@pytest.mark.parametrize("name", sorted(set(PARAMS) - {"do_remote_decode", "is_partial"}))
 def test_a_ticket_that_lacks_something_is_unusable(name: str) -> None:
     parsed = parse_params({key: value for key, value in PARAMS.items() if key != name})
     assert isinstance(parsed, Unusable)

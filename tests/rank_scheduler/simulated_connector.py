@@ -10,12 +10,15 @@ from kv_transfer.connector import ExternalMatch, KvRequest, LoadFinished, Reques
 from kv_transfer.params import KvParams
 from model_runner.simulated import SimulatedRunner
 
+BLOCK_SIZE = 4
+
 
 class SimulatedConnector:
     """Scheduler half and worker half in one.
 
     `params` of a request: `external` (tokens that can be loaded, from the prompt's start), `is_async`, `keep` (its
-    blocks are kept after its end), `unknown` (how often `get_num_new_matched_tokens` does not know yet).
+    blocks are kept after its end), `unknown` (how often `get_num_new_matched_tokens` does not know yet). Full blocks of
+    a prompt that is to be handed off are offered in partial tickets, of the same kind.
     """
 
     def __init__(self) -> None:
@@ -58,6 +61,11 @@ class SimulatedConnector:
     def request_computed(self, key: RequestKey, num_tokens: int) -> None:
         assert num_tokens > self.num_computed.get(key, 0)
         self.num_computed[key] = num_tokens
+
+    def partial_ticket(self, key: RequestKey, num_tokens: int, block_ids: np.ndarray) -> KvParams | None:
+        num_full = num_tokens - num_tokens % BLOCK_SIZE
+        assert self.num_computed[key] == num_tokens <= block_ids.shape[1] * BLOCK_SIZE
+        return {"external": num_full, "num_tokens": num_full, "is_async": 1} if num_full else None
 
     def request_preempted(self, key: RequestKey) -> None:
         self.num_computed.pop(key, None)
