@@ -171,6 +171,8 @@ class RankState:
         """Whether the connector may still load something for it."""
         return (
             sequence.kv_request is not None
+            # Its prompt is computed with its encoder's output, and reads that in blocks which no load fills.
+            and not self.setup.is_encoder_decoder
             and sequence.reads_prefix_cache
             and not sequence.is_preempted
             and sequence.key not in self.quarantine

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from kv_transfer.connector import LoadFenced, LoadFinished
-from rank_scheduler.messages import FinishReason, Repetition
+from rank_scheduler.messages import EncoderInput, FinishReason, Repetition
 from rank_scheduler.plan import StepPlan, StepResult
 from tests.rank_scheduler.scenario import EOS, Rank, expected, prompt_of
 from tests.rank_scheduler.simulated_connector import SimulatedConnector
@@ -318,6 +318,25 @@ def test_a_session_between_two_turns_loses_what_is_invalid_and_goes_on():
     rank.run()
     assert rank.tokens[1][4:] == expected([*prompt, *rank.tokens[1][:3], 5, 6], 3)
     assert rank.tokens[2] == expected(prompt_of(6, start=3), 4)
+    rank.assert_nothing_held()
+
+
+def test_nothing_is_loaded_for_a_model_with_encoder_and_decoder():
+    """Its prompt's KV is that of one encoder output, whose blocks no load fills."""
+    rank = make_rank(
+        is_encoder_decoder=True,
+        is_multimodal_model=True,
+        enable_chunked_prefill=False,
+        disable_chunked_mm_input=True,
+        max_num_batched_tokens=64,
+    )
+    item = EncoderInput(b"item", 0, 5, b"data")
+    for request_id, is_async in enumerate((0, 1)):
+        fields = {"encoder_inputs": (item,)} | external(8, is_async=is_async)
+        rank.submit(request_id, prompt_of(10), 4, fields=fields)
+    rank.run()
+    for request_id in range(2):
+        assert rank.tokens[request_id] == expected(prompt_of(10), 4, cross_inputs=(item,))
     rank.assert_nothing_held()
 
 
