@@ -1,0 +1,139 @@
+"""Requests go where their prefix is: ranks that tell what they have, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from rank_scheduler.messages import PrefixEvents, PrefixSnapshot, RankLoad, StepFrame
+from router.control_messages import Members
+from tests.router.fake_cluster import Cluster, in_loop, running, until
+
+PROMPT = [65 + index % 20 for index in range(100)]
+NUM_CACHED = 96
+"""Of PROMPT, in whole blocks."""
+
+
+def num_known(cluster: Cluster, index: int) -> int:
+    return cluster.service.pool.prefixes.num_hashes(f"boot-{index}")
+
+
+async def takes(cluster: Cluster, prompt: list[int], **fields: object) -> int:
+    """The rank that gets this prompt."""
+    before = [len(rank.submits) for rank in cluster.ranks]
+    assert (await cluster.complete(prompt, **fields)).status_code == 200
+    (index,) = [at for at, rank in enumerate(cluster.ranks) if len(rank.submits) > before[at]]
+    return index
+
+
+@in_loop
+async def test_a_prompt_goes_where_its_prefix_is(tmp_path: Path) -> None:
+    async with running(tmp_path, num_ranks=3) as cluster:
+        cluster.ranks[1].cache(PROMPT)
+        cluster.ranks[2].cache(PROMPT[:20])
+        await until(lambda: (num_known(cluster, 1), num_known(cluster, 2)) == (6, 1))
+        assert [await takes(cluster, [*PROMPT, 66 + turn]) for turn in range(4)] == [1] * 4
+        cached = cluster.service.metrics.registry.get_sample_value(
+            "serried_placement_cached_tokens_total", {"leg": "whole", "role": "mixed"}
+        )
+        assert cached == 4 * NUM_CACHED
+        cluster.ranks[1].tell_prefixes(removed=cluster.ranks[1].cached)
+        await until(lambda: num_known(cluster, 1) == 0)
+        assert await takes(cluster, PROMPT) == 2
+
+
+@in_loop
+async def test_salts_and_requests_that_do_not_read_the_cache_are_strangers(tmp_path: Path) -> None:
+    async with running(tmp_path, num_ranks=2) as cluster:
+        cluster.ranks[1].cache(PROMPT, salt="mine")
+        await until(lambda: num_known(cluster, 1) == 6)
+        assert [await takes(cluster, PROMPT, cache_salt="mine") for _ in range(3)] == [1, 1, 1]
+        assert {await takes(cluster, PROMPT) for _ in range(2)} == {0, 1}
+        assert {await takes(cluster, PROMPT, cache_salt="yours") for _ in range(2)} == {0, 1}
+        fields = {"cache_salt": "mine", "skip_reading_prefix_cache": True}
+        assert {await takes(cluster, PROMPT, **fields) for _ in range(2)} == {0, 1}
+
+
+@in_loop
+async def test_what_the_rank_has_not_yet_told_of_counts_without_cached_tokens(tmp_path: Path) -> None:
+    async with running(tmp_path, num_ranks=2) as cluster:
+        for rank in cluster.ranks:
+            rank.allowance = 0
+        cluster.ranks[1].cache(PROMPT)
+        await until(lambda: num_known(cluster, 1) == 6)
+        waiting = asyncio.create_task(cluster.complete(PROMPT))
+        await until(lambda: len(cluster.ranks[1].submits) == 1)
+        candidates = [link.candidate() for link in cluster.service.pool.links]
+        assert [candidate.num_unseen_tokens for candidate in candidates] == [0, len(PROMPT) - NUM_CACHED]
+        for rank in cluster.ranks:
+            rank.allow(float("inf"))
+        assert (await waiting).status_code == 200
+
+
+@in_loop
+async def test_a_gap_is_mended(tmp_path: Path) -> None:
+    async with running(tmp_path, num_ranks=2) as cluster:
+        rank = cluster.ranks[1]
+        await until(lambda: rank.num_watches == 1)
+        rank.answers_watches = False
+        rank.prefix_seq += 1
+        rank.cache(PROMPT)
+        await until(lambda: rank.num_watches == 2)
+        rank.tell_prefixes()
+        rank.answers_watches = True
+        rank.tell_all_prefixes(rank.connections[0])
+        await until(lambda: num_known(cluster, 1) == 6)
+        assert rank.num_watches == 2, "it asked once"
+        rank.cache([*PROMPT, *PROMPT])
+        await until(lambda: num_known(cluster, 1) == 12)
+        assert cluster.counted("serried_peer_faults") == {"rank,gap": 1}
+
+
+@in_loop
+async def test_a_connection_begins_with_all_that_the_rank_has(tmp_path: Path) -> None:
+    async with running(tmp_path, num_ranks=2) as cluster:
+        rank = cluster.ranks[1]
+        rank.cache(PROMPT)
+        await until(lambda: num_known(cluster, 1) == 6)
+        rank.cached = rank.cached[:3]
+        rank.connections[0].abort("a cable")
+        await until(lambda: len(rank.connections) == 2 and num_known(cluster, 1) == 3)
+        assert rank.num_watches == 2
+
+
+@in_loop
+async def test_a_rank_that_is_gone_is_forgotten(tmp_path: Path) -> None:
+    async with running(tmp_path, num_ranks=2) as cluster:
+        cluster.ranks[1].cache(PROMPT)
+        await until(lambda: num_known(cluster, 1) == 6)
+        cluster.control.tell(Members(cluster.control.records[:1]))
+        await until(lambda: num_known(cluster, 1) == 0)
+        assert await takes(cluster, PROMPT) == 0
+        cluster.service.check_integrity()
+
+
+@pytest.mark.parametrize(
+    "message",
+    [StepFrame(RankLoad(), prefixes=PrefixEvents(1, b"odd")), PrefixSnapshot(1, b"odd")],
+    ids=["changes", "snapshot"],
+)
+@in_loop
+async def test_what_are_no_hashes_costs_the_connection_only(tmp_path: Path, message: object) -> None:
+    async with running(tmp_path) as cluster:
+        rank = cluster.ranks[0]
+        rank.connections[0].send(msgspec.msgpack.encode(message))
+        await until(lambda: len(rank.connections) == 2)
+        assert (await cluster.complete()).status_code == 200
+        assert cluster.counted("serried_peer_faults") == {"rank,malformed": 1}
+
+
+@in_loop
+async def test_one_rank_alone_costs_no_hashing(tmp_path: Path) -> None:
+    async with running(tmp_path) as cluster:
+        cluster.ranks[0].cache(PROMPT)
+        await until(lambda: num_known(cluster, 0) == 6)
+        assert cluster.service.pool.hashed_block_sizes == set()
+        assert await takes(cluster, PROMPT) == 0
