@@ -25,6 +25,7 @@ from cluster.rank_loop import (
     IntegrityCheck,
     OwnerLost,
     PauseRequested,
+    PrefixesAsked,
     RankLoop,
     StatsDue,
     Submitted,
@@ -44,6 +45,8 @@ from rank_scheduler.messages import (
     Grammar,
     GrammarKind,
     Prefetch,
+    PrefixEvents,
+    PrefixSnapshot,
     RankLoad,
     RankToRouter,
     SamplingParams,
@@ -51,6 +54,7 @@ from rank_scheduler.messages import (
     Submit,
 )
 from rank_scheduler.plan import NO_TOKENS, StepPlan, StepResult
+from rank_scheduler.prefix_chain import pack
 from rank_scheduler.stats import StepStats
 from rank_scheduler.structured_output import CompileGrammar, GrammarMatcher
 
@@ -918,3 +922,42 @@ def test_a_step_that_hangs_is_noticed_while_the_loop_answers(pipelined: Harness)
     first = pipelined.loop.stalled_for()
     pipelined.settle()
     assert pipelined.loop.stalled_for() > first > 0
+
+
+def test_prefix_changes_go_with_the_frame_of_their_step(harness: Harness) -> None:
+    a, b, c = (bytes([number]) * 32 for number in (1, 2, 3))
+    harness.scheduler.findable = [a]
+    harness.loop.post(PrefixesAsked(OWNER))
+    harness.loop.post(PrefixesAsked(9))
+    for owner in (OWNER, 9):
+        assert harness.messages.get(timeout=TIMEOUT_S) == {owner: PrefixSnapshot(0, pack([a]))}
+    # As if the plan of the step had brought them about.
+    harness.scheduler.prefix_changes = {a: False, b: True}
+    harness.runner.let_go(None)
+    harness.run_steps(1)
+    frames = harness.messages.get(timeout=TIMEOUT_S)
+    assert frames.keys() == {OWNER, 9}
+    for frame in frames.values():
+        assert isinstance(frame, StepFrame)
+        assert frame.prefixes == PrefixEvents(1, pack([b]), pack([a]))
+    assert [frame.tokens for frame in frames.values() if isinstance(frame, StepFrame)] == [[1], []]
+    # Those that come about outside of a step are told without one, to those that are left.
+    harness.loop.post(OwnerLost(OWNER))
+    harness.settle()
+    harness.scheduler.prefix_changes = {c: True}
+    harness.settle()
+    frames = harness.messages.get(timeout=TIMEOUT_S)
+    assert frames.keys() == {9}
+    frame = frames[9]
+    assert isinstance(frame, StepFrame)
+    assert frame.prefixes == PrefixEvents(2, pack([c]))
+    harness.settle()
+    assert harness.messages.empty(), "an idle rank says nothing"
+
+
+def test_without_listeners_changes_are_dropped(harness: Harness) -> None:
+    harness.scheduler.prefix_changes = {bytes(32): True}
+    harness.settle()
+    harness.settle()
+    assert harness.scheduler.prefix_changes == {}
+    assert harness.messages.empty()

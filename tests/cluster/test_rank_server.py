@@ -41,16 +41,20 @@ from rank_scheduler.messages import (
     FinishReason,
     Grammar,
     GrammarKind,
+    PrefixSnapshot,
     RankLoad,
     RankToRouter,
+    RouterToRank,
     SamplingParams,
-    StepFrame,
     Submit,
+    WatchPrefixes,
 )
 from rank_scheduler.plan import StepPlan, StepResult
+from rank_scheduler.prefix_chain import pack, unpack
 from rank_scheduler.scheduler import Scheduler
 from router.control_messages import RankRecord, Register, Registered
 from router.detokenizer import IncrementalDetokenizer
+from router.prefix_index import PrefixIndex, PromptPrefix
 from tests.router.small_tokenizer import byte_tokenizer
 
 HOST = "127.0.0.1"
@@ -201,18 +205,30 @@ class Router:
         self.load = RankLoad()
         self.num_frames = 0
         self.mistakes: list[str] = []
+        self.prefixes = PrefixIndex()
+        self.prefixes.add("rank", CACHE.block_size)
+        self.num_told = 0
+        """Frames and snapshots with prefixes."""
         self._heard = asyncio.Event()
         connection.closed.add_done_callback(lambda _: self._heard.set())
         connection.start(self._on_frame)
 
     def _on_frame(self, payload: bytes) -> None:
-        frame: StepFrame | Explained = msgspec.msgpack.decode(payload, type=RankToRouter)
+        frame: RankToRouter = msgspec.msgpack.decode(payload, type=RankToRouter)
         self._heard.set()
         if isinstance(frame, Explained):
             if frame.query in self.answers:
                 self.mistakes.append(f"query {frame.query} answered twice")
             self.answers[frame.query] = frame
             return
+        if isinstance(frame, PrefixSnapshot):
+            self.num_told += 1
+            self.prefixes.take_snapshot("rank", frame)
+            return
+        if frame.prefixes is not None:
+            self.num_told += 1
+            if not self.prefixes.take_events("rank", frame.prefixes):
+                self.mistakes.append("prefix changes with a gap")
         self.num_frames += 1
         self.load = frame.load
         self.firsts += frame.first_token_ids
@@ -229,7 +245,7 @@ class Router:
                 self.mistakes.append(f"turn of {end.id} ended after its end")
             self.turn_ends.append(end)
 
-    def send(self, message: Submit | Extend | Abort | Explain) -> None:
+    def send(self, message: RouterToRank) -> None:
         assert self.connection.send(msgspec.msgpack.encode(message))
 
     def submit(
@@ -420,6 +436,39 @@ def test_many_requests_of_two_routers(setting: Setting) -> None:
                     expected = expected_tokens([turn, request_id, 5], 1 + request_id % 7, VOCAB_SIZE)
                     assert router.tokens[request_id] == expected
                 assert sorted(router.firsts) == list(range(30))
+
+    run(test)
+
+
+def test_routers_that_ask_know_what_is_in_the_prefix_cache(setting: Setting) -> None:
+    """More prompts than the cache holds; one router listens from the start, one begins midway, one never does."""
+
+    async def test() -> None:
+        async with running_rank(setting) as rank:
+            first, second, deaf = [await rank.router() for _ in range(3)]
+            first.send(WatchPrefixes())
+            await first.until(lambda: first.num_told == 1)
+            for request_id in range(40):
+                if request_id == 20:
+                    second.send(WatchPrefixes())
+                first.submit(request_id, [request_id, *LONG_PROMPT], max_tokens=3)
+            for request_id in range(40):
+                await first.end_of(request_id)
+            await first.all_free()
+            await rank.check_integrity()
+            held = set(unpack(pack(rank.server._loop._scheduler.findable_prefixes())))
+            for router in (first, second):
+                await router.until(lambda router=router: router.prefixes._ranks["rank"].hashes == held)
+                router.prefixes.check_integrity()
+            latest = PromptPrefix(as_bytes([39, *LONG_PROMPT]), "")
+            assert first.prefixes.num_cached_tokens(latest) == {"rank": 64}
+            assert first.prefixes.num_cached_tokens(PromptPrefix(as_bytes([0, *LONG_PROMPT]), "")) == {}
+            assert deaf.num_told == 0
+            # An idle rank has nothing to tell.
+            told = first.num_told
+            seen = first.num_frames
+            await first.until(lambda: first.num_frames > seen)
+            assert first.num_told == told
 
     run(test)
 
