@@ -185,6 +185,15 @@ static int check_group(const Pool *pool, Py_ssize_t group)
     return -1;
 }
 
+/* The number of a group, 0 if it was left out, or -1 with an exception. */
+static Py_ssize_t group_from(const Pool *pool, PyObject *object)
+{
+    Py_ssize_t group = object ? PyNumber_AsSsize_t(object, NULL) : 0;
+    if (group == -1 && PyErr_Occurred())
+        return -1;
+    return check_group(pool, group) < 0 ? -1 : group;
+}
+
 static int check_hash(PyObject *block_hash)
 {
     if (PyBytes_CheckExact(block_hash))
@@ -373,7 +382,7 @@ static Py_ssize_t count_with_references(const Pool *pool, const Blocks *blocks, 
 
 static PyObject *Pool_allocate(Pool *pool, PyObject *argument)
 {
-    Py_ssize_t count = PyNumber_AsSsize_t(argument, PyExc_OverflowError);
+    Py_ssize_t count = PyNumber_AsSsize_t(argument, NULL);
     if ((count == -1 && PyErr_Occurred()) || check_free(pool, count, 0) < 0)
         return NULL;
     Blocks blocks;
@@ -442,12 +451,14 @@ static PyObject *Pool_release(Pool *pool, PyObject *argument)
 static PyObject *Pool_cache(Pool *pool, PyObject *arguments, PyObject *keywords)
 {
     static char *names[] = {"", "", "group", NULL};
-    PyObject *number, *block_hash;
-    Py_ssize_t group = 0;
-    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OO|n:cache", names, &number, &block_hash, &group))
+    PyObject *number, *block_hash, *group_number = NULL;
+    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OO|O:cache", names, &number, &block_hash, &group_number))
         return NULL;
     Py_ssize_t block = block_from(pool, number);
-    if (block < 0 || check_group(pool, group) < 0)
+    if (block < 0)
+        return NULL;
+    Py_ssize_t group = group_from(pool, group_number);
+    if (group < 0)
         return NULL;
     int cached = cache_block(pool, (int32_t)block, block_hash, group);
     return cached < 0 ? NULL : PyBool_FromLong(cached);
@@ -476,8 +487,8 @@ static PyObject *Pool_cache_all(Pool *pool, PyObject *const *arguments, Py_ssize
 {
     if (num_arguments != 2 && num_arguments != 3)
         return PyErr_Format(PyExc_TypeError, "cache_all() takes 2 or 3 arguments, not %zd", num_arguments);
-    Py_ssize_t group = num_arguments == 3 ? PyNumber_AsSsize_t(arguments[2], PyExc_OverflowError) : 0;
-    if ((group == -1 && PyErr_Occurred()) || check_group(pool, group) < 0)
+    Py_ssize_t group = group_from(pool, num_arguments == 3 ? arguments[2] : NULL);
+    if (group < 0)
         return NULL;
     PyObject *hashes = PySequence_Fast(arguments[1], "hashes must be a sequence");
     if (!hashes)
@@ -531,11 +542,11 @@ static PyObject *Pool_clear_all(Pool *pool, PyObject *Py_UNUSED(unused))
 static PyObject *Pool_find(Pool *pool, PyObject *arguments, PyObject *keywords)
 {
     static char *names[] = {"", "group", NULL};
-    PyObject *block_hash;
-    Py_ssize_t group = 0;
-    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "O|n:find", names, &block_hash, &group))
+    PyObject *block_hash, *group_number = NULL;
+    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "O|O:find", names, &block_hash, &group_number))
         return NULL;
-    if (check_group(pool, group) < 0 || check_hash(block_hash) < 0)
+    Py_ssize_t group = group_from(pool, group_number);
+    if (group < 0 || check_hash(block_hash) < 0)
         return NULL;
     int32_t block = find_block(pool, block_hash, group);
     if (block == NULL_BLOCK)
@@ -570,8 +581,8 @@ static PyObject *Pool_lookup(Pool *pool, PyObject *const *arguments, Py_ssize_t 
 {
     if (num_arguments != 1 && num_arguments != 2)
         return PyErr_Format(PyExc_TypeError, "lookup() takes 1 or 2 arguments, not %zd", num_arguments);
-    Py_ssize_t group = num_arguments == 2 ? PyNumber_AsSsize_t(arguments[1], PyExc_OverflowError) : 0;
-    if ((group == -1 && PyErr_Occurred()) || check_group(pool, group) < 0)
+    Py_ssize_t group = group_from(pool, num_arguments == 2 ? arguments[1] : NULL);
+    if (group < 0)
         return NULL;
     PyObject *hashes = PySequence_Fast(arguments[0], "hashes must be a sequence");
     if (!hashes)
@@ -730,8 +741,9 @@ static PyObject *Pool_new(PyTypeObject *type, PyObject *arguments, PyObject *key
         return PyErr_Format(PyExc_ValueError,
                             "num_blocks is %zd: a pool needs the null block and at least one more, and at most %d",
                             num_blocks, MAX_NUM_BLOCKS);
-    if (num_groups < 1)
-        return PyErr_Format(PyExc_ValueError, "num_groups is %zd: there must be one at least", num_groups);
+    if (num_groups < 1 || num_groups > MAX_NUM_BLOCKS)
+        return PyErr_Format(PyExc_ValueError, "num_groups is %zd: there must be one at least, and at most %d",
+                            num_groups, MAX_NUM_BLOCKS);
     if (events != Py_None && !PyList_Check(events))
         return PyErr_Format(PyExc_TypeError, "events must be a list or None, not %s", Py_TYPE(events)->tp_name);
     if (changes != Py_None && !PyDict_CheckExact(changes))

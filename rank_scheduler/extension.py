@@ -31,7 +31,11 @@ def load(name: str) -> ModuleType:
     assert module.__file__ is not None
     path = Path(module.__file__)
     source = path.with_name(f"{path.name.partition('.')[0]}.c")
-    if hashlib.sha256(source.read_bytes()).hexdigest() != module.SOURCE_HASH:
+    try:
+        source_hash = hashlib.sha256(source.read_bytes()).hexdigest()
+    except OSError as error:
+        raise ExtensionMissingError(f"{path.name} cannot be compared with its source ({error}): install again") from error
+    if source_hash != module.SOURCE_HASH:
         raise ExtensionMissingError(f"{path.name} was not built from the present {source.name}: install again")
     return module
 

@@ -237,6 +237,26 @@ def test_the_pool_refuses_hashes_and_rows_of_other_types():
 
 
 @needs_extensions
+@pytest.mark.parametrize("huge", [2**31, 2**63, -(2**63) - 1, 2**70, -(2**70)])
+def test_both_pools_refuse_numbers_of_any_size_alike(huge):
+    for pool_class in (block_pool.BlockPool, import_module("rank_scheduler._block_pool").BlockPool):
+        pool = pool_class(9)
+        for call in (
+            lambda pool: pool.allocate(huge),
+            lambda pool: pool.touch([huge]),
+            lambda pool: pool.cache(huge, b"h"),
+            lambda pool: pool.cache(1, b"h", huge),
+            lambda pool: pool.cache_all([1], [b"h"], huge),
+            lambda pool: pool.find(b"h", huge),
+            lambda pool: pool.lookup([b"h"], huge),
+            lambda pool: pool.num_references(huge),
+        ):
+            with pytest.raises(ValueError, match=r"there is no (block|group)|blocks asked for"):
+                call(pool)
+        pool.check_integrity([])
+
+
+@needs_extensions
 def test_a_long_life_loses_no_memory():
     twin = import_module("rank_scheduler._block_pool")
     hashes = [bytes([number]) * 32 for number in range(64)]
@@ -320,6 +340,18 @@ def test_one_that_was_built_from_another_source_is_not_used(tmp_path, monkeypatc
     with pytest.raises(extension.ExtensionMissingError, match=r"was not built from the present _prefix_hash\.c"):
         extension.load("built_and_changed._prefix_hash")
     assert not list(package.glob("*.tmp"))
+
+
+def test_one_without_its_source_is_not_used(tmp_path, monkeypatch):
+    """As where a packager has left the sources out."""
+    package = package_of(tmp_path, "built_and_stripped")
+    build_or_skip(package, ("-O0",))
+    for source in package.glob("*.c"):
+        source.unlink()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delenv(extension.OFF_VARIABLE, raising=False)
+    with pytest.raises(extension.ExtensionMissingError, match=r"cannot be compared with its source.*install again"):
+        extension.load("built_and_stripped._prefix_hash")
 
 
 def test_the_variable_turns_extensions_off(monkeypatch):
