@@ -293,10 +293,15 @@ class RankServer:
     async def _serve(self) -> None:
         port = await self._listener.start(self._host)
         self._record = msgspec.structs.replace(self._record, port=port)
+        stopped = asyncio.create_task(self._stop_requested.wait())
         background = [asyncio.create_task(self._stay_registered()), asyncio.create_task(self._beat())]
         try:
-            await self._stop_requested.wait()
+            await asyncio.wait([stopped, *background], return_when=asyncio.FIRST_COMPLETED)
+            for task in background:
+                if task.done():
+                    task.result()  # raises: neither ever returns
         finally:
+            stopped.cancel()
             for task in background:
                 task.cancel()
             await asyncio.gather(*background, return_exceptions=True)
@@ -357,7 +362,8 @@ class RankServer:
     def _kv_transfer_load(self) -> KvTransferLoad | None:
         if self._connector_worker is None:
             return None
-        return KvTransferLoad(**dataclasses.asdict(self._connector_worker.stats()))
+        stats = self._connector_worker.stats()
+        return KvTransferLoad(**{name: getattr(stats, name) for name in KvTransferLoad.__struct_fields__})
 
     async def _stay_registered(self) -> None:
         """Be a member as long as this rank lives: register, and again whenever the control actor was away."""

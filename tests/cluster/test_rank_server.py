@@ -26,6 +26,7 @@ from cluster import rank_server
 from cluster.rank_loop import MAX_CONSECUTIVE_FAILURES
 from cluster.rank_server import RankServer
 from kv_transfer.connection import Connection, Listener, connect
+from kv_transfer.connector import ConnectorStats
 from kv_transfer.wire import WireError
 from model_runner.simulated import SimulatedRunner, expected_tokens
 from rank_scheduler.config import CacheConfig, SchedulerConfig
@@ -913,6 +914,48 @@ def test_heartbeats_and_health_during_a_long_step(setting: Setting, monkeypatch:
             monkeypatch.setattr(rank_server, "STALL_TIMEOUT_S", TIMEOUT_S)
             rank.runner.let_all_go()
             await router.end_of(1)
+
+    run(test)
+
+
+class IdleConnector:
+    """A worker half that has figures of which routers hear only a part."""
+
+    def stats(self) -> ConnectorStats:
+        return ConnectorStats(num_leases=3, num_stored_blocks=5)
+
+    def close(self, timeout_s: float) -> None:
+        pass
+
+
+@pytest.mark.parametrize("setting", [False], ids=["sync"], indirect=True)
+def test_heartbeats_tell_of_the_kv_connector(setting: Setting) -> None:
+    async def test() -> None:
+        async with running_rank(setting) as rank:
+            rank.server._connector_worker = IdleConnector()
+            router = await rank.router()
+            seen = router.num_frames
+            await router.until(lambda: router.num_frames >= seen + 2)
+            kv_transfer = rank.server._kv_transfer_load()
+            assert kv_transfer is not None
+            assert kv_transfer.num_leases == 3
+
+    run(test)
+
+
+@pytest.mark.parametrize("setting", [False], ids=["sync"], indirect=True)
+def test_a_rank_whose_heartbeats_fail_gives_up(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        rank = Rank(setting)
+        await rank.control.open()
+        await rank.start()
+        router = await rank.router()
+        monkeypatch.setattr(rank.server, "_kv_transfer_load", lambda: 1 // 0)
+        await router.closed()
+        await rank.settle(lambda: not rank.server._io_thread.is_alive())
+        with pytest.raises(RuntimeError, match="the I/O thread ended"):
+            rank.server.check_health()
+        await rank.stop()
 
     run(test)
 
