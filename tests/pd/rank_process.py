@@ -1,7 +1,7 @@
 """One real rank without Ray: a `RankServer` around the real model, told what to do on its standard input.
 
-`python -m tests.pd.rank_process JSON`; one JSON answer per line, for `stats`, `integrity` and (first, unasked) the
-rank's id. It ends with its standard input.
+`python -m tests.pd.rank_process JSON`; one JSON answer per line, for `stats`, `integrity`, `shut` and `open` (a gate
+in the way of pulls, see `gate`) and (first, unasked) the rank's id. It ends with its standard input.
 """
 
 from __future__ import annotations
@@ -17,10 +17,23 @@ def main() -> None:
     options: dict[str, Any] = json.loads(sys.argv[1])
     from cluster.rank_server import RankServer
     from kv_transfer.config import KVTransferConfig
+    from kv_transfer.pull_orders import LoadBlocks
+    from kv_transfer.pull_worker import PullWorker
+    from kv_transfer.tcp_transport import TcpTransport
     from model_runner.torch_runner import TorchRunner
     from rank_scheduler.config import CacheConfig, SchedulerConfig
     from router.control_messages import PoolRole
+    from tests.pd.gate import Gate
 
+    gate, most_loads = Gate(TcpTransport), 0
+    start_load_kv = PullWorker.start_load_kv
+
+    def count_loads(worker: PullWorker, metadata: Any) -> None:
+        nonlocal most_loads
+        most_loads = max(most_loads, sum(isinstance(order, LoadBlocks) for order in metadata))
+        start_load_kv(worker, metadata)
+
+    PullWorker.start_load_kv = count_loads  # type: ignore[method-assign]
     scheduler = SchedulerConfig(**options["scheduler"])
     cache = CacheConfig(**options["cache"])
     model_dir = Path(options["model_dir"])
@@ -61,12 +74,20 @@ def main() -> None:
                 answer = server.stats() | {
                     "num_threads": len(os.listdir("/proc/self/task")),
                     "num_fds": len(os.listdir("/proc/self/fd")),
+                    "num_halfway_pulls": gate.num_waiting,
+                    "most_loads_of_a_step": most_loads,
                 }
             case "integrity":
                 server.check_integrity()
                 answer = "well"
+            case "shut":
+                gate.shut()
+                answer = "well"
+            case "open":
+                gate.open()
+                answer = "well"
             case other:
-                raise ValueError(f"{other!r} is no question; ask for stats or integrity")
+                raise ValueError(f"{other!r} is no question; ask for stats, integrity, shut or open")
     server.stop()
 
 

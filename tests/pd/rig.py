@@ -8,12 +8,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import itertools
 import json
 import os
 import random
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,10 @@ from cluster.control import ControlEndpoint
 from model_runner.embedded import embedded_model_dir
 from model_runner.torch_runner import TorchRunner
 from rank_scheduler.config import CacheConfig, SchedulerConfig
-from router.errors import ApiError
-from router.protocol import CompletionRequest
+from rank_scheduler.messages import TokenLogprobs
+from router.choice import Delta
+from router.errors import ApiError, Cause
+from router.protocol import CompletionRequest, parse
 from router.service import RouterService, RouterSettings
 from router.tokenizer import ChatTokenizer
 from tests.engine import Engine
@@ -79,19 +82,27 @@ def make_prompts(count: int, *, seed: int, shared: int = 0, shortest: int = 20, 
     return prompts
 
 
-def answers_of_one_rank(prompts: Sequence[Sequence[int]], num_tokens: int, **sampling: Any) -> list[list[int]]:
-    """What a single mixed rank generates; `sampling` are fields of `SamplingParams`, the seed is the prompt's index."""
+def answers_of_one_rank(
+    prompts: Sequence[Sequence[int]], num_tokens: int, *samplings: Mapping[str, Any]
+) -> list[list[list[int]]]:
+    """What a single mixed rank generates under each of `samplings`, one after the other; without any, greedily.
+
+    They are fields of `SamplingParams`; the seed is the prompt's index.
+    """
     config = SchedulerConfig(**SCHEDULER)
     cache = CacheConfig(num_blocks=NUM_BLOCKS * 2, block_size=BLOCK_SIZE)
     runner = TorchRunner(
         embedded_model_dir(lambda _: None), scheduler=config, cache=cache, dtype="float32", max_model_len=MAX_MODEL_LEN
     )
     engine = Engine(runner, config)
-    for index, prompt in enumerate(prompts):
-        engine.submit(index, list(prompt), num_tokens, **sampling)
-    engine.run()
+    answers = []
+    for first, sampling in zip(itertools.count(0, len(prompts)), samplings or [{}]):
+        for index, prompt in enumerate(prompts):
+            engine.submit(first + index, list(prompt), num_tokens, seed=index, **sampling)
+        engine.run()
+        answers.append([engine.tokens[first + index] for index in range(len(prompts))])
     runner.close()
-    return [engine.tokens[index] for index in range(len(prompts))]
+    return answers
 
 
 @dataclass
@@ -136,6 +147,28 @@ class RankProcess:
 class Lost(Exception):
     """The request ended with an error instead of its answer."""
 
+    def __init__(self, cause: Cause, message: str) -> None:
+        super().__init__(cause, message)
+        self.cause = cause
+        self.message = message
+
+
+@dataclass
+class Answer:
+    """One choice."""
+
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list, compare=False)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    def add(self, delta: Delta) -> None:
+        self.text += delta.text
+        self.tokens += delta.token_ids
+        self.logprobs += delta.logprobs
+        self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+
 
 @dataclass
 class PdSystem:
@@ -148,12 +181,12 @@ class PdSystem:
     ranks: list[RankProcess] = field(default_factory=list)
     num_requests: int = 0
 
-    async def start_rank(self, role: str) -> RankProcess:
+    async def start_rank(self, role: str, *, block_size: int = BLOCK_SIZE) -> RankProcess:
         options = {
             "model_dir": str(embedded_model_dir(lambda _: None)),
             "max_model_len": MAX_MODEL_LEN,
             "scheduler": self.scheduler,
-            "cache": {"num_blocks": self.num_blocks, "block_size": BLOCK_SIZE},
+            "cache": {"num_blocks": self.num_blocks, "block_size": block_size},
             "kv_transfer": self.kv_transfer,
             "control_port": self.control_port,
             "secret": SECRET.hex(),
@@ -174,33 +207,65 @@ class PdSystem:
         rank.rank_id = await rank.answer()
         return rank
 
+    @property
+    def living(self) -> list[RankProcess]:
+        return [rank for rank in self.ranks if rank.process.returncode is None]
+
     def rank(self, role: str) -> RankProcess:
         """The youngest of this role."""
         return next(rank for rank in reversed(self.ranks) if rank.role == role)
 
-    async def wait_for_links(self, count: int) -> None:
-        await until(lambda: len(self.service.pool.links) == count, 20, f"{count} ranks connected")
+    async def wait_for_links(self, count: int, service: RouterService | None = None) -> None:
+        pool = (service or self.service).pool
+        await until(lambda: len(pool.links) == count, 20, f"{count} ranks connected")
+
+    @contextlib.asynccontextmanager
+    async def another_router(self, **settings: Any) -> AsyncIterator[RouterService]:
+        """Besides the first, with other settings; connected to as many ranks."""
+        service = RouterService(self.service.settings.model_copy(update=settings))
+        await service.start(self.service_address, SECRET, f"router-{id(service)}")
+        try:
+            await self.wait_for_links(len(self.service.pool.links), service)
+            yield service
+        finally:
+            await service.stop()
+
+    async def service_address(self) -> tuple[str, int]:
+        return HOST, self.control_port
 
     async def complete(self, prompt: Sequence[int], num_tokens: int, **fields: Any) -> list[int]:
         """The generated token ids. Raises Lost."""
-        body = {"model": "m", "prompt": list(prompt), "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True}
-        request = CompletionRequest.model_validate(body | fields)
+        (choice,) = await self.answer(prompt, max_tokens=num_tokens, ignore_eos=True, **fields)
+        return choice.tokens
+
+    async def answer(
+        self,
+        prompt: Sequence[int],
+        *,
+        service: RouterService | None = None,
+        on_token: Callable[[], None] = lambda: None,
+        **fields: Any,
+    ) -> list[Answer]:
+        """What the choices are, greedily; `fields` are those of the API. `service`: another router. Raises Lost."""
+        body = {"model": "m", "prompt": list(prompt), "temperature": 0} | fields
+        request = parse(json.dumps(body).encode(), CompletionRequest)
         self.num_requests += 1
-        flow = self.service.open_flow(request, f"cmpl-{self.num_requests}")
-        tokens: list[int] = []
+        flow = (service or self.service).open_flow(request, f"cmpl-{self.num_requests}")
+        answers = [Answer() for _ in range(request.num_sequences)]
         error: ApiError | None = None
         try:
             async with asyncio.timeout(ANSWER_TIMEOUT_S):
                 await flow.begin()
                 while not flow.is_finished:
                     for delta in await flow.next():
-                        tokens += delta.token_ids
+                        answers[delta.index].add(delta)
+                        on_token()
         except ApiError as caught:
             error = caught
-            raise Lost(caught.message) from caught
+            raise Lost(caught.cause, caught.message) from caught
         finally:
             flow.close(error)
-        return tokens
+        return answers
 
     async def complete_all(
         self, prompts: Sequence[Sequence[int]], num_tokens: int, *, concurrency: int = 32, **fields: Any
@@ -223,17 +288,16 @@ class PdSystem:
 
         async def is_idle() -> bool:
             seen.clear()
-            for rank in self.ranks:
-                if rank.process.returncode is None:
-                    stats = await rank.stats()
-                    load, kv = stats["load"], stats["kv_transfer"]
-                    busy = ("num_running", "num_waiting", "num_deferred", "num_loads")
-                    seen.append({name: load[name] for name in busy} | {"free": load["num_free_blocks"]})
-                    if any(load[name] for name in busy) or load["num_free_blocks"] != load["num_blocks"]:
-                        return False
-                    seen.append(kv)
-                    if kv["num_leases"] or kv["num_quarantined_blocks"]:
-                        return False
+            for rank in self.living:
+                stats = await rank.stats()
+                load, kv = stats["load"], stats["kv_transfer"]
+                busy = ("num_running", "num_waiting", "num_deferred", "num_loads")
+                seen.append({name: load[name] for name in busy} | {"free": load["num_free_blocks"]})
+                if any(load[name] for name in busy) or load["num_free_blocks"] != load["num_blocks"]:
+                    return False
+                seen.append(kv)
+                if kv["num_leases"] or kv["num_quarantined_blocks"]:
+                    return False
             return True
 
         try:
@@ -242,9 +306,8 @@ class PdSystem:
                     await asyncio.sleep(0.05)
         except TimeoutError:
             raise AssertionError(f"not idle within {timeout_s:g} s: {seen}") from None
-        for rank in self.ranks:
-            if rank.process.returncode is None:
-                assert await rank.ask("integrity") == "well"
+        for rank in self.living:
+            assert await rank.ask("integrity") == "well"
         self.service.check_integrity()
 
 
@@ -271,9 +334,6 @@ async def running(
         )
     )
 
-    async def address() -> tuple[str, int]:
-        return HOST, port
-
     system = PdSystem(
         control,
         port,
@@ -282,7 +342,7 @@ async def running(
         SCHEDULER | (scheduler or {}),
         num_blocks,
     )
-    await service.start(address, SECRET, "router-1")
+    await service.start(system.service_address, SECRET, "router-1")
     try:
         await asyncio.gather(*(system.start_rank(role) for role in roles))
         await system.wait_for_links(len(roles))

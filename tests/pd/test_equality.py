@@ -8,35 +8,38 @@ from tests.pd.rig import SECRET, answers_of_one_rank, in_loop, make_prompts, run
 
 pytestmark = pytest.mark.model
 
-NUM_TOKENS = 6
-PROMPTS = make_prompts(60, seed=1) + make_prompts(40, seed=2, shared=40, shortest=41, longest=80)
+NUM_TOKENS = 4
+GREEDY = {"temperature": 0.0}
+SAMPLED = {"temperature": 0.9, "top_k": 20}
+PROMPTS = make_prompts(60, seed=1, shortest=17, longest=40) + make_prompts(
+    40, seed=2, shared=20, shortest=24, longest=45
+)
 
 
 @pytest.fixture(scope="module")
-def greedy():
-    return answers_of_one_rank(PROMPTS, NUM_TOKENS)
-
-
-@pytest.fixture(scope="module")
-def sampled():
-    return answers_of_one_rank(PROMPTS, NUM_TOKENS, temperature=0.9, top_k=20)
+def answers():
+    """Greedy ones, and sampled ones."""
+    return answers_of_one_rank(PROMPTS, NUM_TOKENS, GREEDY, SAMPLED)
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp", "nixl", "ucx", "mooncake"])
 @in_loop(300)
-async def test_tokens_are_those_of_one_rank(transport, greedy, sampled):
+async def test_tokens_are_those_of_one_rank(transport, answers):
     try:
         make_transport(transport, SECRET)
     except TransferError as error:
         pytest.skip(f"{transport}: {error}")
+    greedy, sampled = answers
     async with running("prefill", "decode", kv_transfer={"kv_connector_extra_config": {"transport": transport}}) as pd:
         assert await pd.complete_all(PROMPTS, NUM_TOKENS) == greedy
         # Now with prefix hits on both ranks.
         assert await pd.complete_all(PROMPTS, NUM_TOKENS) == greedy
-        assert await pd.complete_all(PROMPTS, NUM_TOKENS, temperature=0.9, top_k=20) == sampled
+        assert await pd.complete_all(PROMPTS, NUM_TOKENS, **SAMPLED) == sampled
         await pd.wait_until_nothing_is_held()
-        decode = await pd.rank("decode").stats()
+        decode, prefill = await pd.rank("decode").stats(), await pd.rank("prefill").stats()
         assert decode["kv_transfer"]["load_failures"] == {}
         assert list(decode["kv_transfer"]["lanes"]) == [transport]
+        assert prefill["kv_transfer"]["num_expired_leases"] == 0
         # Nothing was computed twice.
         assert decode["load"]["num_prompt_tokens"] == 0
+        assert prefill["load"]["num_generated_tokens"] == 3 * len(PROMPTS)
