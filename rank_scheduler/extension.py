@@ -34,7 +34,8 @@ def load(name: str) -> ModuleType:
     try:
         source_hash = hashlib.sha256(source.read_bytes()).hexdigest()
     except OSError as error:
-        raise ExtensionMissingError(f"{path.name} cannot be compared with its source ({error}): install again") from error
+        text = f"{path.name} cannot be compared with its source ({error}): install again"
+        raise ExtensionMissingError(text) from error
     if source_hash != module.SOURCE_HASH:
         raise ExtensionMissingError(f"{path.name} was not built from the present {source.name}: install again")
     return module
