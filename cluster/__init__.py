@@ -10,7 +10,8 @@ Ray and Serve own placement, health, restarts and the order of life; requests an
 A rank registers itself with the control actor and is a member as long as that connection lives; routers learn the
 members there, count their requests there, and talk to each rank over a connection of their own.
 
-`config` (every key of it a flag: `flags`) and `membership` are pure. The control actor and the routers run on their
+`config` (every key of it a flag: `flags`), `membership` and `prefix_feed` (what routers hear of a rank's prefix cache)
+are pure. The control actor and the routers run on their
 process's event loop. A rank has a thread `rank-io` for all its sockets, a thread `rank-steps` that alone touches the
 scheduler, where steps are planned ahead a thread `rank-executor` that alone touches the model (`step_executor`), and
 threads that compile grammars (`structured_output`, `grammar_matcher`): two, more only while some are stuck, and one for

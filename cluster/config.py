@@ -82,7 +82,7 @@ class RouterConfig(_Section):
     remote_prefill_min_tokens: int = Field(
         default=128,
         ge=1,
-        description="With prefill ranks: shorter prompts are computed by the decode rank itself, which is quicker.",
+        description="With prefill ranks: prompts of which a decode rank lacks less are computed there: it is quicker.",
     )
     pd_fallback: bool = Field(
         default=True, description="Where all prefill or all decode ranks are gone, the others take their part."

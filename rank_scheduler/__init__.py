@@ -14,10 +14,10 @@ where everybody only decodes. `result_intake` takes tokens in and finds stops (`
 
 Beneath: `batch` (what runs, as arrays by slot), `sequence` (one request, its legal moves, its story),
 `waiting_queue`, `needs` (what an admission would take), `kv_cache_manager` over `block_pool` and `prefix_hash` (both
-in Python and, where it was built, in C: `extension`), `encoder_cache`, `ngram` (drafts), `performance` (a step's
-cost). Told to others: `messages` (routers), `plan` (the runner), `structured_output` (the grammar compiler),
-`kv_events`, `stats`, `explanation` (why a request waits), `refusals` (why it never could run). `config` has every
-setting.
+in Python and, where it was built, in C: `extension`; `prefix_chain` says what is hashed, for routers too),
+`encoder_cache`, `ngram` (drafts), `performance` (a step's cost). Told to others: `messages` (routers), `plan` (the
+runner), `structured_output` (the grammar compiler), `kv_events`, `stats`, `explanation` (why a request waits),
+`refusals` (why it never could run). `config` has every setting.
 
 A request: `add` refuses or queues it, behind its grammar if it has one; it is admitted when a slot, tokens of the
 step and blocks are there, sharing the blocks of equal prefixes; it takes part in steps until a stop, its length, an

@@ -3,8 +3,8 @@
 Owns: the HTTP surface (`http_api`, around it `http_edge` with `timed_send`) and `/metrics` (`metrics`), validation
 (`protocol`, `output_format`), text and tokens (`tokenizer`, `detokenizer`, `token_lengths`), the router's side of the
 queue counts (`control_link`; the counts themselves are `ledger`, which the control actor runs), one connection per rank
-(`rank_pool`, `rank_link`; `peer` keeps connections) and the life of each request (`request_flow`). `service` puts
-these together.
+(`rank_pool`, `rank_link`; `peer` keeps connections), what each rank has in its prefix cache (`prefix_index`) and the
+life of each request (`request_flow`). `service` puts these together.
 
 Concurrency: one event loop, and two worker threads beside it: one encodes and decodes long texts, so that a large
 prompt does not hold up other requests' tokens, one checks grammars (`grammar_check`). Frames from ranks are handled in
@@ -20,5 +20,5 @@ its counts, once.
 Why a request waits: `service.explain` asks all ranks, and `explanation` puts their answers and the router's own
 knowledge together.
 
-`ledger`, `placement` and `explanation` are pure: events and `now` in, decisions out.
+`ledger`, `placement`, `prefix_index` and `explanation` are pure: events and `now` in, decisions out.
 """

@@ -47,7 +47,8 @@ class RouterSettings(BaseModel):
     remote_prefill_min_tokens: int | None = Field(
         default=None,
         ge=1,
-        description="Prompts from this length on are computed on a prefill rank. None: there are no such ranks.",
+        description="Prompts of which so many tokens are missing on decode ranks are computed on a prefill rank. "
+        "None: there are no such ranks.",
     )
     pd_fallback: bool = Field(default=True, description="Any rank takes any part of a request, rather than none.")
     rank_silence_timeout_s: float = Field(
