@@ -13,7 +13,8 @@ import msgspec
 from rank_scheduler.messages import PrefixEvents, PrefixSnapshot, RankLoad, StepFrame
 from rank_scheduler.prefix_chain import pack
 
-MAX_HASHES_PER_FRAME = 1 << 20
+# A router takes some milliseconds for so many; in between it hears of other ranks.
+MAX_HASHES_PER_FRAME = 1 << 15
 
 
 class PrefixFeed:
