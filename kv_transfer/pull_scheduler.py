@@ -276,12 +276,7 @@ class PullScheduler:
         outgoing.lease_id, outgoing.num_computed_tokens, outgoing.num_told_tokens = None, 0, 0
 
     def _ticket(
-        self,
-        outgoing: _Outgoing,
-        num_tokens: int,
-        block_ids: npt.NDArray[np.int32],
-        *,
-        is_partial: bool = False,
+        self, outgoing: _Outgoing, num_tokens: int, block_ids: npt.NDArray[np.int32], *, is_partial: bool = False
     ) -> Ticket | None:
         """What another rank needs, or None: there is nothing to hand off, or nobody could fetch it."""
         port, block_size = self._port(), self._geometry.block_size

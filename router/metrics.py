@@ -48,6 +48,10 @@ _RANK_COUNTERS: dict[str, tuple[str, Callable[[RankLoad], float]]] = {
     "generation_tokens": ("Tokens generated.", lambda load: load.num_generated_tokens),
     "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", lambda load: load.num_prefix_queries),
     "prefix_cache_hits": ("Prompt tokens found in the prefix cache.", lambda load: load.num_prefix_hits),
+    "kv_prefetched_tokens": (
+        "Tokens whose KV was loaded before the request that needs it had come.",
+        lambda load: load.num_prefetched_tokens,
+    ),
     "spec_decode_num_draft_tokens": ("Draft tokens that were verified.", lambda load: load.num_draft_tokens),
     "spec_decode_num_accepted_tokens": ("Draft tokens that were right.", lambda load: load.num_accepted_tokens),
     "estimated_flops": ("Arithmetic of all steps, from the model's shape.", lambda load: load.estimated_flops),

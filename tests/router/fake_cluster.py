@@ -18,6 +18,7 @@ import uvicorn
 from openai import AsyncOpenAI
 
 from kv_transfer.connection import Connection, Listener
+from kv_transfer.params import KvParams
 from rank_scheduler.messages import (
     Abort,
     End,
@@ -25,6 +26,7 @@ from rank_scheduler.messages import (
     Explained,
     Explanation,
     FinishReason,
+    Prefetch,
     PrefixEvents,
     PrefixSnapshot,
     RankLoad,
@@ -40,6 +42,7 @@ from rank_scheduler.stop_strings import StopStringMatcher
 from router.control_messages import (
     Acquire,
     Members,
+    PoolRole,
     PrefillDone,
     QueueCounts,
     RankRecord,
@@ -86,6 +89,7 @@ class Sequence:
     matcher: StopStringMatcher | None
     added_at: float
     num_sent: int = 0
+    num_tickets: int = 0
 
 
 @dataclass
@@ -113,6 +117,10 @@ class FakeRank:
     prefix_seq: int = 0
     greetings: list[bytes] = field(default_factory=list)
     """What the next connections begin with, in place of a frame."""
+    role: PoolRole = PoolRole.MIXED
+    tickets: list[KvParams] = field(default_factory=list)
+    """What it tells of a prompt that it is to hand off, in a step each before its token."""
+    prefetches: list[Prefetch] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.tokenizer = byte_tokenizer()
@@ -127,7 +135,8 @@ class FakeRank:
     async def start(self) -> RankRecord:
         port = await self.listener.start(HOST)
         self._stepper = asyncio.create_task(self._steps())
-        return RankRecord(f"mixed/{self.index}", "mixed", f"boot-{self.index}", HOST, port, 1, "n", 512, 8, 64, 16)
+        rank_id, boot_id = f"{self.role}/{self.index}", f"boot-{self.index}"
+        return RankRecord(rank_id, str(self.role), boot_id, HOST, port, 1, "n", 512, 8, 64, 16, role=self.role)
 
     async def stop(self) -> None:
         if self._stepper is not None:
@@ -233,11 +242,14 @@ class FakeRank:
             if self.answers_watches:
                 self.tell_all_prefixes(connection)
             return
+        if isinstance(message, Prefetch):
+            self.prefetches.append(message)
+            return
         assert isinstance(message, Submit)
         self.submits.append(message)
         stop = message.sampling.stop
         matcher = StopStringMatcher(stop, IncrementalDetokenizer(self.tokenizer)) if stop else None
-        self.live[message.id] = Sequence(message, list(self.reply), matcher, self.now())
+        self.live[message.id] = Sequence(message, self.reply[message.num_generated :], matcher, self.now())
         self._moved.set()
 
     async def _steps(self) -> None:
@@ -250,7 +262,7 @@ class FakeRank:
 
     def _step(self) -> None:
         self.num_steps += 1
-        frame = StepFrame(self.load(), [], [], {}, [], [])
+        frame = StepFrame(self.load(), [], [], {}, [], [], tickets={})
         for request_id, sequence in list(self.live.items()):
             if self.allowance <= 0:
                 break
@@ -262,6 +274,10 @@ class FakeRank:
         sampling = sequence.submit.sampling
         if self.fail_with is not None:
             self._end(End(request_id, FinishReason.ERROR, message=self.fail_with), frame)
+            return
+        if sequence.submit.hands_off and sequence.num_tickets < len(self.tickets):
+            frame.tickets[request_id] = self.tickets[sequence.num_tickets]
+            sequence.num_tickets += 1
             return
         if sequence.num_sent == 0 and self.announces_prefill:
             frame.first_token_ids.append(request_id)
@@ -280,8 +296,10 @@ class FakeRank:
             self._end(End(request_id, FinishReason.STOP, matched), frame)
         elif self.repeats_after == sequence.num_sent:
             self._end(End(request_id, FinishReason.REPETITION), frame)
-        elif sequence.num_sent >= sampling.max_tokens:
+        elif sequence.submit.num_generated + sequence.num_sent >= sampling.max_tokens:
             self._end(End(request_id, FinishReason.LENGTH), frame)
+        elif sequence.submit.hands_off:
+            self._end(End(request_id, FinishReason.HANDOFF, kv_transfer_params={"whole": True}), frame)
 
     def _end(self, end: End, frame: StepFrame) -> None:
         frame.ends.append(end)
@@ -400,14 +418,19 @@ async def running(
     *,
     reply: str | list[int] = "Hello, world!",
     num_ranks: int = 1,
+    roles: SequenceOf[PoolRole] = (),
     max_num_queued_reqs: int | None = None,
     max_num_queued_tokens: int | None = None,
     greetings: SequenceOf[bytes] = (),
     **settings: Any,
 ) -> AsyncIterator[Cluster]:
-    """A router with its ranks, all connected. Checks at the end that nothing is held any more."""
+    """A router with its ranks, one of each of `roles` or `num_ranks` mixed ones, all connected.
+
+    Checks at the end that nothing is held any more.
+    """
     tokens = byte_tokenizer().encode(reply).ids if isinstance(reply, str) else reply
-    ranks = [FakeRank(index, tokens, greetings=list(greetings)) for index in range(num_ranks)]
+    roles = roles or [PoolRole.MIXED] * num_ranks
+    ranks = [FakeRank(index, tokens, greetings=list(greetings), role=role) for index, role in enumerate(roles)]
     control = FakeControl(Ledger(max_num_queued_reqs, max_num_queued_tokens))
     control.records = [await rank.start() for rank in ranks]
     await control.start()
@@ -425,7 +448,7 @@ async def running(
     await service.start(control.address, SECRET, "router-1")
     server = _Server(uvicorn.Config(build_app(service), host=HOST, port=0, log_level="warning", lifespan="off"))
     serving = asyncio.create_task(server.serve())
-    await until(lambda: server.started and service.control.is_connected and len(service.pool.links) == num_ranks)
+    await until(lambda: server.started and service.control.is_connected and len(service.pool.links) == len(ranks))
     port = server.servers[0].sockets[0].getsockname()[1]
     client = httpx.AsyncClient(base_url=f"http://{HOST}:{port}", timeout=TIMEOUT_S, verify=False)
     cluster = Cluster(control, ranks, service, client, port)
