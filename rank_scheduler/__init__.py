@@ -7,10 +7,10 @@ With async scheduling the next plan is made before that result is there.
 
 Who does what: `scheduler` takes messages and keeps the order of a step; `rank_state` is what is owned (where each
 sequence and each block is) and how it is given back. A step: `room` preempts for waiting ones of higher priority;
-`running_pass` gives tokens to those that run, and blocks, preempting if none are free; `load_pass` starts KV loads;
-`waiting_pass` admits; `plan_builder` makes the plan, with masks and drafts; `steady_batch` does all of this at once
-where everybody only decodes. `result_intake` takes tokens in and finds stops (`stop_strings`, `repetition`);
-`sessions` goes on with the next turn.
+`running_pass` gives tokens to those that run, and blocks, preempting if none are free; `load_pass` starts KV loads, and
+`prefetches` those of requests to come; `waiting_pass` admits; `plan_builder` makes the plan, with masks and drafts;
+`steady_batch` does all of this at once where everybody only decodes. `result_intake` takes tokens in and finds stops
+(`stop_strings`, `repetition`); `sessions` goes on with the next turn.
 
 Beneath: `batch` (what runs, as arrays by slot), `sequence` (one request, its legal moves, its story),
 `waiting_queue`, `needs` (what an admission would take), `kv_cache_manager` over `block_pool` and `prefix_hash` (both
