@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from rank_scheduler.messages import PrefixEvents, PrefixSnapshot, RankLoad, StepFrame
-from router.control_messages import Members
+from router.control_messages import Members, PoolRole
 from tests.router.fake_cluster import Cluster, in_loop, running, until
 
 PROMPT = [65 + index % 20 for index in range(100)]
@@ -137,3 +137,30 @@ async def test_one_rank_alone_costs_no_hashing(tmp_path: Path) -> None:
         await until(lambda: num_known(cluster, 0) == 6)
         assert cluster.service.pool.hashed_block_sizes == set()
         assert await takes(cluster, PROMPT) == 0
+
+
+@in_loop
+async def test_a_decode_rank_takes_a_prompt_whole_while_that_is_little_work(tmp_path: Path) -> None:
+    roles = (PoolRole.PREFILL, PoolRole.DECODE, PoolRole.DECODE)
+    async with running(tmp_path, roles=roles, remote_prefill_min_tokens=32) as cluster:
+        prefill, holder, other = cluster.ranks
+        for rank in (prefill, holder):
+            rank.cache(PROMPT)
+        await until(lambda: num_known(cluster, 0) == num_known(cluster, 1) == 6)
+        # Enough that is new: it is the prefill rank's, and the rank that has the rest goes on.
+        assert (await cluster.complete([*PROMPT, *PROMPT])).status_code == 200
+        assert ([submit.hands_off for submit in prefill.submits], len(holder.submits)) == ([True], 1)
+        # The frame of its last step, made before the end, was not the latest word.
+        for rank in cluster.ranks:
+            rank.tell_prefixes()
+        await until(lambda: not any(link.load.num_running for link in cluster.service.pool.links))
+        holder.allowance = 0
+        waiting = [asyncio.create_task(cluster.complete([*PROMPT, 66 + turn])) for turn in range(2)]
+        await until(lambda: len(holder.submits) == 3)
+        assert len(prefill.submits) == 1
+        # Two sequences there weigh more than what this prompt would save.
+        assert (await cluster.complete([*PROMPT, 68])).status_code == 200
+        assert (len(prefill.submits), len(holder.submits), len(other.submits)) == (2, 3, 1)
+        assert prefill.submits[1].hands_off
+        holder.allow(float("inf"))
+        assert [(await answer).status_code for answer in waiting] == [200, 200]
