@@ -96,26 +96,34 @@ def ranks(system: Served) -> tuple[dict, dict]:
 
 
 def test_prompts_are_computed_once_and_answers_are_those_of_one_rank(pd, prompts, expected) -> None:
-    for _ in range(2):
-        assert complete_all(pd, prompts) == expected
-    _, decode = ranks(pd)
-    stats = decode["kv_transfer"]
-    # The second time every full block is found on the decode rank.
-    assert stats["num_loads"] == len(prompts) + sum(len(prompt) % 16 > 0 for prompt in prompts)
+    assert complete_all(pd, prompts) == expected
+    prefill, decode = ranks(pd)
+    # The second time the decode rank has every full block, and computes the few tokens behind them itself.
+    assert complete_all(pd, prompts) == expected
+    after = ranks(pd)
+    assert after[0]["load"]["num_steps"] == prefill["load"]["num_steps"]
+    num_computed = after[1]["load"]["num_prompt_tokens"] - decode["load"]["num_prompt_tokens"]
+    assert 0 < num_computed <= 16 * len(prompts)
+    stats = after[1]["kv_transfer"]
     assert stats["load_failures"] == {}
-    assert decode["load"]["num_prompt_tokens"] == 0
-    num_blocks = sum(-(-len(prompt) // 16) + (len(prompt) % 16 > 0) for prompt in prompts)
-    assert stats["num_loaded_bytes"] <= num_blocks * BLOCK_BYTES
+    assert stats["num_loaded_bytes"] <= sum(-(-len(prompt) // 16) for prompt in prompts) * BLOCK_BYTES
     pd.wait_until_idle(10)
     pd.check_integrity()
     text = httpx.get(f"{pd.base_url}/metrics").text
-    assert metric(text, "serried_routed_total")['{leg="prefill",role="prefill"}'] == 2 * len(prompts)
-    assert metric(text, "serried_handoff_seconds_count") == {None: 2 * len(prompts)}
+    routed = metric(text, "serried_routed_total")
+    # Of prompts that share a prefix, later ones may find it on the decode rank already.
+    num_handed_off = routed['{leg="prefill",role="prefill"}']
+    assert len(prompts) * 3 // 4 < num_handed_off <= len(prompts)
+    assert routed['{leg="whole",role="decode"}'] == 2 * len(prompts) - num_handed_off
+    assert metric(text, "serried_handoff_seconds_count") == {None: num_handed_off}
+    cached = metric(text, "serried_placement_cached_tokens_total")['{leg="whole",role="decode"}']
+    assert cached >= sum(min(len(prompt) // 16 * 16, len(prompt) - 1) for prompt in prompts)
 
 
 def test_a_short_prompt_is_computed_where_it_is_answered(pd, prompts) -> None:
     prefill, decode = ranks(pd)
-    complete_all(pd, [prompts[-1][:20]])
+    # Backwards: nobody has a block of it.
+    complete_all(pd, [prompts[-1][19::-1]])
     after = ranks(pd)
     assert after[0]["load"]["num_steps"] == prefill["load"]["num_steps"]
     assert after[1]["load"]["num_prompt_tokens"] == decode["load"]["num_prompt_tokens"] + 20
