@@ -102,7 +102,8 @@ class Prefetches:
         table = sequence.blocks
         assert table is not None
         num_tokens = len(sequence.token_ids)
-        if event.cause or not event.is_fenced or (event.num_valid_tokens or num_tokens) < num_tokens:
+        num_valid = num_tokens if event.num_valid_tokens is None else event.num_valid_tokens
+        if event.cause or not event.is_fenced or num_valid < num_tokens:
             if event.is_fenced:
                 state.free(HeldBlocks(table, []))
             else:

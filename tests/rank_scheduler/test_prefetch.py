@@ -220,7 +220,7 @@ def test_a_full_local_hit_ends_it():
     rank.assert_over()
 
 
-@pytest.mark.parametrize(("num_valid", "cause"), [(0, "peer_lost"), (8, "lease_expired"), (4, "")])
+@pytest.mark.parametrize(("num_valid", "cause"), [(0, "peer_lost"), (8, "lease_expired"), (4, ""), (0, "")])
 def test_what_was_not_loaded_as_a_whole_is_not_found(num_valid, cause):
     prompt = prompt_of(14)
     rank = DecodeRank(kv_load_failure_policy="fail")
