@@ -123,7 +123,8 @@ class FaultyConnector(SimulatedConnector):
             event = LoadFinished(key)
             delay = delay if fate is Fate.SLOW else 0
         elif fate is Fate.FAILS:
-            event = LoadFinished(key, rng.choice([0, first, rng.randint(first, last)]), "peer_lost")
+            num_valid = rng.choice([0, first, rng.randint(first, last)])
+            event = LoadFinished(key, num_valid, rng.choice(["peer_lost", ""]))
         else:
             event = LoadFinished(key, first, "timeout", is_fenced=fate is Fate.SILENT)
         self._later(delay, event, load, self.current[key])
@@ -135,7 +136,7 @@ class FaultyConnector(SimulatedConnector):
             return [] if key in self.current or key in self._unfenced else [event]
         assert self.current.pop(key) == number
         _, table, first, last = load
-        if event.cause:
+        if event.num_valid_tokens is not None:
             self.troubled.add(key)
         if not event.is_fenced:
             columns = table[:, first // self.runner._block_size : -(-last // self.runner._block_size)]

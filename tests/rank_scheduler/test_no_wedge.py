@@ -24,7 +24,7 @@ from kv_transfer.connector import ConnectorEvent, LoadFenced, LoadFinished, Send
 from model_runner.simulated import SimulatedRunner, expected_tokens
 from rank_scheduler.config import CacheConfig, SchedulerConfig
 from rank_scheduler.interface import KvGroup
-from rank_scheduler.messages import FinishReason, SamplingParams, Submit
+from rank_scheduler.messages import FinishReason, Prefetch, SamplingParams, Submit
 from rank_scheduler.plan import StepPlan, StepResult
 from tests.engine import Engine
 from tests.rank_scheduler.faulty_connector import Fate, FaultyConnector
@@ -133,6 +133,13 @@ class Day:
     def owner_of(self, request_id: int) -> int:
         return request_id % 2
 
+    def prefetch(self) -> None:
+        """Of something that requests begin with."""
+        prefix = self.rng.choice(self.prefixes)[: self.rng.choice([8, 16, 24])]
+        params = {"external": len(prefix), "is_async": 1, "unknown": self.rng.choice([0, 0, 2])}
+        prefetch = Prefetch(np.array(prefix, "<i4").tobytes(), params)
+        self.engine.scheduler.prefetch(self.rng.randint(0, 1), prefetch, self.engine.now)
+
     @property
     def living(self) -> list[int]:
         return sorted(key[1] for key in self.engine.scheduler._state.sequences)
@@ -154,6 +161,8 @@ class Day:
         living = self.living
         if len(living) < MAX_LIVE and rng.random() < 0.4:
             self.submit()
+        if rng.random() < 0.2:
+            self.prefetch()
         if living and rng.random() < 0.03:
             request_id = rng.choice(living)
             scheduler.abort(self.owner_of(request_id), request_id, now)
@@ -207,7 +216,7 @@ class Day:
         under_way = sum(key in state.sequences for key in self.connector.current)
         if config.max_num_inflight_kv_loads is not None:
             assert under_way <= config.max_num_inflight_kv_loads
-            assert state.num_loads <= config.max_num_inflight_kv_loads
+            assert state.num_loading + len(state.loaded) <= config.max_num_inflight_kv_loads
         assert len(state.batch) <= config.active_seqs_limit
 
     # ---- a day ----
@@ -220,7 +229,9 @@ class Day:
         self.drain()
         self.check_ends()
         self.seen.update(str(fate) for fate in self.connector.fates)
-        self.seen["preemptions"] += self.engine.scheduler.load().num_preemptions
+        load = self.engine.scheduler.load()
+        self.seen["preemptions"] += load.num_preemptions
+        self.seen["prefetched"] += load.num_prefetched_tokens
         return self.seen
 
     def drain(self) -> None:
@@ -238,6 +249,7 @@ class Day:
         load = scheduler.load()
         assert load.num_free_blocks == load.num_blocks, "blocks leaked"
         assert load.num_loads == load.num_waiting == load.num_running == load.num_deferred == 0, load
+        assert not scheduler._state.prefetching, "a prefetch was never ended"
         assert not self.connector.current, "a load was never ended"
         assert not self.connector.known, "the connector was not told of an end"
 
@@ -303,7 +315,7 @@ def test_everything_drains_with_the_right_tokens(seen):
 
 
 def test_the_days_had_all_that_can_go_wrong(seen):
-    expected = {*map(str, [*Fate, *FinishReason]), "preemptions"} - {str(FinishReason.REPETITION)}
+    expected = {*map(str, [*Fate, *FinishReason]), "preemptions", "prefetched"} - {str(FinishReason.REPETITION)}
     assert expected <= {name for name, count in seen.items() if count}
 
 
