@@ -71,6 +71,7 @@ class Prefetches:
 
     def clear(self) -> None:
         """Nothing new is to be started."""
+        self.must_ask_again = False
         while self._queue:
             self._drop(self._queue.popleft())
 

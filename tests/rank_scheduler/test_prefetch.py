@@ -303,6 +303,15 @@ def test_a_paused_rank_starts_none(state, comes):
     rank.assert_over()
 
 
+def test_who_was_to_be_asked_again_is_not_once_the_rank_is_paused():
+    rank = DecodeRank()
+    rank.prefetch(prompt_of(8), unknown=5)
+    rank.step()
+    rank.scheduler.set_pause(PauseState.PAUSED_NEW, rank.now)
+    assert rank.step() is None
+    rank.assert_over()
+
+
 # ---- behind every request ----
 
 
