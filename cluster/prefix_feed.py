@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import msgspec
 
 from rank_scheduler.messages import PrefixEvents, PrefixSnapshot, RankLoad, StepFrame
-from rank_scheduler.prefix_chain import pack
+from rank_scheduler.prefix_chain import HASH_BYTES, pack
 
 # A router takes some milliseconds for so many; in between it hears of other ranks.
 MAX_HASHES_PER_FRAME = 1 << 15
@@ -39,21 +39,21 @@ class PrefixFeed:
         self._watchers.discard(owner)
 
     def add_to(
-        self, frames: Mapping[int, StepFrame], changes: Mapping[bytes, bool], load: RankLoad
+        self, frames: Mapping[int, StepFrame], changes: tuple[bytes, bytes], load: RankLoad
     ) -> Mapping[int, StepFrame]:
-        """The frames with the changes in those of all who listen; `load` is for frames that are new."""
-        if not changes or not self._watchers:
+        """The frames with the changes in those of all who listen.
+
+        `changes` are as the scheduler gives them; `load` is for frames that are new.
+        """
+        stored, removed = changes
+        if not (stored or removed) or not self._watchers:
             return frames
         self._seq += 1
-        if len(changes) > MAX_HASHES_PER_FRAME:
+        if len(stored) + len(removed) > MAX_HASHES_PER_FRAME * HASH_BYTES:
             # Too much to be told: they will miss this number, and ask for a snapshot.
             self._seq += 1
-            changes = {}
-        events = PrefixEvents(
-            self._seq,
-            pack(block_hash for block_hash, is_findable in changes.items() if is_findable),
-            pack(block_hash for block_hash, is_findable in changes.items() if not is_findable),
-        )
+            stored = removed = b""
+        events = PrefixEvents(self._seq, stored, removed)
         result = dict(frames)
         for owner in self._watchers:
             frame = result.get(owner)

@@ -28,6 +28,13 @@ typedef struct {
     int32_t block; /* The null block where the entry is empty: that one is never cached. */
 } Entry;
 
+enum { KEY_SIZE = 8 }; /* HASH_BYTES of prefix_chain.py */
+
+typedef struct {
+    char key[KEY_SIZE]; /* The hash's first bytes. */
+    char is_findable;
+} Change;
+
 typedef struct {
     PyObject_HEAD
     Py_ssize_t num_blocks;
@@ -42,8 +49,10 @@ typedef struct {
     Entry *entries;
     uint32_t entry_mask; /* Their number, a power of two, less one. */
     PyObject *events;    /* A list or NULL. */
-    PyObject *changes;   /* A dict or NULL. */
+    int records_changes;
     Py_ssize_t watched_group;
+    Change *changes; /* In the order in which they came about. */
+    Py_ssize_t num_changes, max_changes;
 } Pool;
 
 /* ---- blocks as arguments ---- */
@@ -257,12 +266,27 @@ static int append_event(const Pool *pool, PyObject *event)
     return failed;
 }
 
-/* The latest word on whether a lookup finds this hash. */
-static int note_change(const Pool *pool, PyObject *block_hash, Py_ssize_t group, PyObject *is_findable)
+/* For `take_changes`. Fails only without memory. */
+static int note_change(Pool *pool, PyObject *block_hash, Py_ssize_t group, int is_findable)
 {
-    if (!pool->changes || group != pool->watched_group)
+    if (!pool->records_changes || group != pool->watched_group)
         return 0;
-    return PyDict_SetItem(pool->changes, block_hash, is_findable);
+    if (pool->num_changes == pool->max_changes) {
+        Py_ssize_t count = pool->max_changes ? 2 * pool->max_changes : 64;
+        Change *changes = PyMem_Realloc(pool->changes, sizeof(Change) * (size_t)count);
+        if (!changes) {
+            PyErr_NoMemory();
+            return -1;
+        }
+        pool->changes = changes;
+        pool->max_changes = count;
+    }
+    Change *change = pool->changes + pool->num_changes++;
+    Py_ssize_t size = PyBytes_GET_SIZE(block_hash);
+    memset(change->key, 0, KEY_SIZE);
+    memcpy(change->key, PyBytes_AS_STRING(block_hash), (size_t)(size < KEY_SIZE ? size : KEY_SIZE));
+    change->is_findable = (char)is_findable;
+    return 0;
 }
 
 /* Fails only where it cannot be told. */
@@ -277,7 +301,7 @@ static int forget_block(Pool *pool, int32_t block)
     pool->hashes[block] = NULL;
     pool->groups[block] = 0;
     pool->version++;
-    int failed = note_change(pool, block_hash, group, Py_False);
+    int failed = note_change(pool, block_hash, group, 0);
     if (!failed && pool->events) {
         ModuleState *state = PyType_GetModuleState(Py_TYPE(pool));
         failed = append_event(pool, PyObject_CallFunction(state->block_removed, "On", block_hash, group));
@@ -304,7 +328,7 @@ static int cache_block(Pool *pool, int32_t block, PyObject *block_hash, Py_ssize
     pool->hashes[block] = block_hash;
     pool->groups[block] = (int32_t)group;
     pool->version++;
-    return note_change(pool, block_hash, group, Py_True) < 0 ? -1 : 1;
+    return note_change(pool, block_hash, group, 1) < 0 ? -1 : 1;
 }
 
 /* ---- taking and releasing ---- */
@@ -523,7 +547,7 @@ static PyObject *Pool_clear_all(Pool *pool, PyObject *Py_UNUSED(unused))
     if (pool->num_free != pool->num_blocks - 1)
         Py_RETURN_FALSE;
     for (Py_ssize_t block = 0; block < pool->num_blocks; block++)
-        if (pool->hashes[block] && note_change(pool, pool->hashes[block], pool->groups[block], Py_False) < 0)
+        if (pool->hashes[block] && note_change(pool, pool->hashes[block], pool->groups[block], 0) < 0)
             return NULL;
     memset(pool->entries, 0, sizeof(Entry) * ((size_t)pool->entry_mask + 1));
     for (Py_ssize_t block = 0; block < pool->num_blocks; block++) {
@@ -600,6 +624,53 @@ static PyObject *Pool_findable(Pool *pool, PyObject *Py_UNUSED(unused))
             PyList_Append(list, pool->hashes[block]) < 0)
             Py_CLEAR(list);
     return list;
+}
+
+/* Writes the latest word on each key to `keys`: from the front those that are findable, from the back the others.
+   Returns how many are findable, and `*num_removed`. `table` is all zero, its size `mask` + 1 more than the changes. */
+static Py_ssize_t latest_changes(const Pool *pool, char *keys, uint32_t *table, uint32_t mask, Py_ssize_t *num_removed)
+{
+    Py_ssize_t num_stored = 0;
+    *num_removed = 0;
+    for (Py_ssize_t i = pool->num_changes - 1; i >= 0; i--) {
+        const Change *change = pool->changes + i;
+        uint64_t key;
+        memcpy(&key, change->key, KEY_SIZE);
+        uint32_t at = (uint32_t)((key * 0x9e3779b97f4a7c15u) >> 32) & mask;
+        while (table[at] && memcmp(pool->changes[table[at] - 1].key, change->key, KEY_SIZE) != 0)
+            at = (at + 1) & mask;
+        if (table[at])
+            continue; /* A later word is known. */
+        table[at] = (uint32_t)i + 1;
+        Py_ssize_t place = change->is_findable ? num_stored++ : pool->num_changes - ++*num_removed;
+        memcpy(keys + KEY_SIZE * place, change->key, KEY_SIZE);
+    }
+    return num_stored;
+}
+
+static PyObject *Pool_take_changes(Pool *pool, PyObject *Py_UNUSED(unused))
+{
+    size_t count = (size_t)pool->num_changes, num_entries = 16;
+    if (!count)
+        return Py_BuildValue("(y#y#)", "", (Py_ssize_t)0, "", (Py_ssize_t)0);
+    while (num_entries < 2 * count)
+        num_entries *= 2;
+    char *keys = PyMem_Malloc(KEY_SIZE * count);
+    uint32_t *table = PyMem_Calloc(num_entries, sizeof(uint32_t));
+    PyObject *changes = NULL;
+    if (keys && table) {
+        uint32_t mask = (uint32_t)(num_entries - 1);
+        Py_ssize_t num_removed, num_stored = latest_changes(pool, keys, table, mask, &num_removed);
+        const char *removed = keys + KEY_SIZE * (pool->num_changes - num_removed);
+        changes = Py_BuildValue("(y#y#)", keys, KEY_SIZE * num_stored, removed, KEY_SIZE * num_removed);
+        if (changes)
+            pool->num_changes = 0;
+    } else {
+        PyErr_NoMemory();
+    }
+    PyMem_Free(keys);
+    PyMem_Free(table);
+    return changes;
 }
 
 static PyObject *count_blocks(Pool *pool, PyObject *argument, int32_t references)
@@ -731,11 +802,12 @@ static int allocate_arrays(Pool *pool)
 /* Everything is set up here: there is no way to see a pool that is not, or to set one up twice. */
 static PyObject *Pool_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords)
 {
-    static char *names[] = {"num_blocks", "num_groups", "events", "changes", "watched_group", NULL};
+    static char *names[] = {"num_blocks", "num_groups", "events", "records_changes", "watched_group", NULL};
     Py_ssize_t num_blocks, num_groups = 1, watched_group = 0;
-    PyObject *events = Py_None, *changes = Py_None;
-    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "n|n$OOn:BlockPool", names, &num_blocks, &num_groups, &events,
-                                     &changes, &watched_group))
+    PyObject *events = Py_None;
+    int records_changes = 0;
+    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "n|n$Opn:BlockPool", names, &num_blocks, &num_groups, &events,
+                                     &records_changes, &watched_group))
         return NULL;
     if (num_blocks < 2 || num_blocks > MAX_NUM_BLOCKS)
         return PyErr_Format(PyExc_ValueError,
@@ -746,8 +818,6 @@ static PyObject *Pool_new(PyTypeObject *type, PyObject *arguments, PyObject *key
                             num_groups, MAX_NUM_BLOCKS);
     if (events != Py_None && !PyList_Check(events))
         return PyErr_Format(PyExc_TypeError, "events must be a list or None, not %s", Py_TYPE(events)->tp_name);
-    if (changes != Py_None && !PyDict_CheckExact(changes))
-        return PyErr_Format(PyExc_TypeError, "changes must be a dict or None, not %s", Py_TYPE(changes)->tp_name);
     Pool *pool = (Pool *)type->tp_alloc(type, 0);
     if (!pool)
         return NULL;
@@ -758,10 +828,7 @@ static PyObject *Pool_new(PyTypeObject *type, PyObject *arguments, PyObject *key
         Py_INCREF(events);
         pool->events = events;
     }
-    if (changes != Py_None) {
-        Py_INCREF(changes);
-        pool->changes = changes;
-    }
+    pool->records_changes = records_changes;
     if (check_group(pool, watched_group) < 0 || allocate_arrays(pool) < 0) {
         Py_DECREF(pool);
         return NULL;
@@ -771,20 +838,18 @@ static PyObject *Pool_new(PyTypeObject *type, PyObject *arguments, PyObject *key
     return (PyObject *)pool;
 }
 
-/* The hashes are bytes: only the list and the dict can be part of a cycle. */
+/* The hashes are bytes: only the list can be part of a cycle. */
 static int Pool_traverse(Pool *pool, visitproc visit, void *arg)
 {
     Py_VISIT(Py_TYPE(pool));
     Py_VISIT(pool->events);
-    Py_VISIT(pool->changes);
     return 0;
 }
 
-/* Breaking the cycle at what it tells leaves a pool that still works, should anything reach it. */
+/* Breaking the cycle at the events leaves a pool that still works, should anything reach it. */
 static int Pool_clear(Pool *pool)
 {
     Py_CLEAR(pool->events);
-    Py_CLEAR(pool->changes);
     return 0;
 }
 
@@ -801,6 +866,7 @@ static void Pool_dealloc(Pool *pool)
     PyMem_Free(pool->previous);
     PyMem_Free(pool->groups);
     PyMem_Free(pool->hashes);
+    PyMem_Free(pool->changes);
     type->tp_free(pool);
     Py_DECREF(type); /* An instance of a heap type holds it. */
 }
@@ -826,6 +892,7 @@ static PyMethodDef pool_methods[] = {
      "find($self, block_hash, /, group=0)\n--\n\n"},
     {"lookup", (PyCFunction)(void (*)(void))Pool_lookup, METH_FASTCALL,
      "lookup($self, hashes, group=0, /)\n--\n\n"},
+    {"take_changes", (PyCFunction)Pool_take_changes, METH_NOARGS, "take_changes($self, /)\n--\n\n"},
     {"findable", (PyCFunction)Pool_findable, METH_NOARGS, "findable($self, /)\n--\n\n"},
     {"num_unheld", (PyCFunction)Pool_num_unheld, METH_O, "num_unheld($self, blocks, /)\n--\n\n"},
     {"num_references", (PyCFunction)Pool_num_references, METH_O, "num_references($self, block, /)\n--\n\n"},

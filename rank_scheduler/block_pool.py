@@ -21,6 +21,7 @@ import numpy as np
 from rank_scheduler.extension import ExtensionMissingError, load
 from rank_scheduler.kv_events import AllBlocksCleared, BlockRemoved, KvEvent
 from rank_scheduler.plan import Int32Array
+from rank_scheduler.prefix_chain import HASH_BYTES
 
 NULL_BLOCK = 0
 
@@ -38,13 +39,12 @@ class BlockPool:
         num_groups: int = 1,
         *,
         events: list[KvEvent] | None = None,
-        changes: dict[bytes, bool] | None = None,
+        records_changes: bool = False,
         watched_group: int = 0,
     ) -> None:
         """`events` takes in what is removed from the cache; None: nobody wants to know.
 
-        `changes` takes in which hashes of `watched_group` became findable (True) or ceased to be (False), the latest
-        word on each; whoever gave it empties it.
+        `records_changes`: of `watched_group`, for `take_changes`, which somebody must call now and then.
         """
         if num_blocks < 2:
             raise ValueError(f"num_blocks is {num_blocks}: a pool needs the null block and at least one more")
@@ -57,7 +57,7 @@ class BlockPool:
         # First to last is the order in which blocks are handed out.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
         self._events = events
-        self._changes = changes
+        self._changes: dict[bytes, bool] | None = {} if records_changes else None
         self._watched_group = watched_group
         self._known_in(watched_group)
         self.version = 0
@@ -203,6 +203,17 @@ class BlockPool:
             blocks.append(block)
         return blocks
 
+    def take_changes(self) -> tuple[bytes, bytes]:
+        """Which hashes have become findable since the last call, and which have ceased to be, in no order.
+
+        The latest word on each, both as `prefix_chain.pack` writes them. Empty unless changes are recorded.
+        """
+        changes = self._changes or {}
+        stored = b"".join(key for key, is_findable in changes.items() if is_findable)
+        removed = b"".join(key for key, is_findable in changes.items() if not is_findable)
+        changes.clear()
+        return stored, removed
+
     def findable(self) -> list[bytes]:
         """All hashes of the watched group that a lookup finds, in no order. O(blocks)."""
         return list(self._block_of_hash[self._watched_group])
@@ -245,7 +256,7 @@ class BlockPool:
 
     def _note(self, block_hash: bytes, group: int, is_findable: bool) -> None:
         if self._changes is not None and group == self._watched_group:
-            self._changes[block_hash] = is_findable
+            self._changes[block_hash[:HASH_BYTES].ljust(HASH_BYTES, b"\0")] = is_findable
 
     def _check(self, block: int) -> None:
         if not 0 <= block < len(self._ref_counts):

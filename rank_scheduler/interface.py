@@ -124,16 +124,16 @@ class SchedulerInterface(Protocol):
     def explain(self, request_id: str) -> list[Explanation]: ...
     def take_stats(self) -> StepStats: ...
     def take_kv_events(self) -> list[KvEvent]: ...
-    def take_prefix_changes(self) -> dict[bytes, bool]:
-        """Hash → whether a prompt would find it now, of those that changed since the last call.
+    def take_prefix_changes(self) -> tuple[bytes, bytes]:
+        """Hashes that a prompt would find now and those that it would not, of those that changed since the last call.
 
-        Hashes are those of `prefix_chain`. With several `kv_groups` they are those of one full-attention group: a hit
+        As `prefix_chain.pack` writes them. With several `kv_groups` they are those of one full-attention group: a hit
         is at most as long as these say. What is on its way (a step that computes it, a load) may count already.
         """
         ...
 
     def findable_prefixes(self) -> list[bytes]:
-        """All hashes whose latest change was True, in no order."""
+        """All hashes that a prompt would find now, whole ones, in no order."""
         ...
 
     def check_integrity(self) -> None: ...

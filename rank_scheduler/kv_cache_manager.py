@@ -49,14 +49,13 @@ class KvCacheManager:
         self.num_groups = len(groups)
         self.events: list[KvEvent] = []
         self._emit_events = emit_events
-        self._changes: dict[bytes, bool] = {}
         # A window group gives up what a sequence has passed: what all of a prompt needs, a full one tells best.
         watched = next((index for index, group in enumerate(groups) if group.sliding_window is None), 0)
         self.pool = make_block_pool(
             num_blocks,
             self.num_groups,
             events=self.events if emit_events else None,
-            changes=self._changes if records_changes else None,
+            records_changes=records_changes,
             watched_group=watched,
         )
         self._windows = [(index, group.sliding_window) for index, group in enumerate(groups) if group.sliding_window]
@@ -189,17 +188,12 @@ class KvCacheManager:
         self.events.clear()
         return events
 
-    def take_changes(self) -> dict[bytes, bool]:
-        """Hash → whether it is findable now, of those that changed since the last call.
+    def take_changes(self) -> tuple[bytes, bytes]:
+        """`BlockPool.take_changes` of the first group without a window, or the first at all.
 
-        Of the first group without a window, or the first at all. With several groups a hit is never longer than what
-        this one has, and may be shorter.
+        With several groups a hit is never longer than what this one has, and may be shorter.
         """
-        if not self._changes:
-            return {}
-        changes = self._changes.copy()
-        self._changes.clear()
-        return changes
+        return self.pool.take_changes()
 
     def _stored(self, hashes: list[bytes], first: int, last: int, token_ids: Int32Array, group: int) -> None:
         tokens = token_ids[first * self.block_size : last * self.block_size].tolist()

@@ -351,7 +351,7 @@ class Scheduler:
         """What happened to the prefix cache since the last call; always empty unless `SchedulerSetup` asks for it."""
         return self._state.kv.take_events()
 
-    def take_prefix_changes(self) -> dict[bytes, bool]:
+    def take_prefix_changes(self) -> tuple[bytes, bytes]:
         """See `SchedulerInterface`; always empty unless `SchedulerSetup` asks for it."""
         return self._state.kv.take_changes()
 

@@ -22,11 +22,11 @@ def block_hash(number: int) -> bytes:
 def test_changes_go_into_the_frames_of_those_who_listen() -> None:
     feed = PrefixFeed()
     frames = {1: StepFrame(LOAD, [5], [6]), 2: StepFrame(LOAD, [7], [8])}
-    assert feed.add_to(frames, {block_hash(1): True}, LOAD) is frames, "nobody listens"
+    assert feed.add_to(frames, (pack([block_hash(1)]), b""), LOAD) is frames, "nobody listens"
     assert feed.watch(2, [block_hash(1)]) == [PrefixSnapshot(0, pack([block_hash(1)]))]
     feed.watch(3, [])
-    assert feed.add_to(frames, {}, LOAD) is frames, "nothing new"
-    told = feed.add_to(frames, {block_hash(2): True, block_hash(1): False}, LOAD)
+    assert feed.add_to(frames, (b"", b""), LOAD) is frames, "nothing new"
+    told = feed.add_to(frames, (pack([block_hash(2)]), pack([block_hash(1)])), LOAD)
     assert told[1] is frames[1]
     events = told[2].prefixes
     assert events is not None
@@ -35,7 +35,7 @@ def test_changes_go_into_the_frames_of_those_who_listen() -> None:
     assert told[3] == StepFrame(LOAD, prefixes=events)
     feed.drop(2)
     feed.drop(4)
-    assert feed.add_to({}, {block_hash(3): True}, LOAD).keys() == {3}
+    assert feed.add_to({}, (pack([block_hash(3)]), b""), LOAD).keys() == {3}
 
 
 def test_a_snapshot_comes_in_parts_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,7 +64,9 @@ def test_every_listener_ends_with_what_the_rank_has(seed: int, monkeypatch: pyte
 
     def tell(share_lost: float) -> None:
         nonlocal num_gaps
-        for owner, frame in feed.add_to({}, changes, LOAD).items():
+        stored = pack(one for one, is_findable in changes.items() if is_findable)
+        removed = pack(one for one, is_findable in changes.items() if not is_findable)
+        for owner, frame in feed.add_to({}, (stored, removed), LOAD).items():
             assert frame.prefixes is not None
             if rng.random() < share_lost:
                 continue

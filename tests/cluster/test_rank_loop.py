@@ -72,7 +72,7 @@ class ScriptedScheduler:
     def __init__(self, config: SchedulerConfig, setup: SchedulerSetup) -> None:
         self.max_num_steps_in_flight = 2 if setup.async_scheduling else 1
         self.num_ignored_messages = 0
-        self.prefix_changes: dict[bytes, bool] = {}
+        self.prefix_changes = (b"", b"")
         self.findable: list[bytes] = []
         self.calls: list[str] = []
         self.wanted = 0
@@ -201,8 +201,8 @@ class ScriptedScheduler:
     def take_kv_events(self) -> list[KvEvent]:
         raise AssertionError("nobody asked for them")
 
-    def take_prefix_changes(self) -> dict[bytes, bool]:
-        changes, self.prefix_changes = self.prefix_changes, {}
+    def take_prefix_changes(self) -> tuple[bytes, bytes]:
+        changes, self.prefix_changes = self.prefix_changes, (b"", b"")
         return changes
 
     def findable_prefixes(self) -> list[bytes]:
@@ -932,7 +932,7 @@ def test_prefix_changes_go_with_the_frame_of_their_step(harness: Harness) -> Non
     for owner in (OWNER, 9):
         assert harness.messages.get(timeout=TIMEOUT_S) == {owner: PrefixSnapshot(0, pack([a]))}
     # As if the plan of the step had brought them about.
-    harness.scheduler.prefix_changes = {a: False, b: True}
+    harness.scheduler.prefix_changes = (pack([b]), pack([a]))
     harness.runner.let_go(None)
     harness.run_steps(1)
     frames = harness.messages.get(timeout=TIMEOUT_S)
@@ -944,7 +944,7 @@ def test_prefix_changes_go_with_the_frame_of_their_step(harness: Harness) -> Non
     # Those that come about outside of a step are told without one, to those that are left.
     harness.loop.post(OwnerLost(OWNER))
     harness.settle()
-    harness.scheduler.prefix_changes = {c: True}
+    harness.scheduler.prefix_changes = (pack([c]), b"")
     harness.settle()
     frames = harness.messages.get(timeout=TIMEOUT_S)
     assert frames.keys() == {9}
@@ -956,8 +956,8 @@ def test_prefix_changes_go_with_the_frame_of_their_step(harness: Harness) -> Non
 
 
 def test_without_listeners_changes_are_dropped(harness: Harness) -> None:
-    harness.scheduler.prefix_changes = {bytes(32): True}
+    harness.scheduler.prefix_changes = (bytes(8), b"")
     harness.settle()
     harness.settle()
-    assert harness.scheduler.prefix_changes == {}
+    assert harness.scheduler.prefix_changes == (b"", b"")
     assert harness.messages.empty()

@@ -34,6 +34,7 @@ from rank_scheduler.messages import (
 )
 from rank_scheduler.performance import PerformanceModel
 from rank_scheduler.plan import StepPlan, StepResult
+from rank_scheduler.prefix_chain import pack, unpack
 from tests.engine import Engine
 from tests.rank_scheduler.simulated_connector import SimulatedConnector
 
@@ -171,7 +172,7 @@ class Soak:
             kv_load_failure_policy=rng.choice(["recompute", "recompute", "fail"]),
             performance=_PERFORMANCE,
         )
-        self.findable: set[bytes] = set()
+        self.findable: set[int] = set()
         """Prefixes, by the changes that were told."""
         self.next_id = 0
         self.submits: dict[int, Submit] = {}
@@ -272,9 +273,10 @@ class Soak:
                 is_waiting = explanation.state != "running" and not explanation.state.startswith("finished")
                 assert (explanation.message != "") == is_waiting, explanation
         scheduler.take_kv_events()
-        for block_hash, is_findable in scheduler.take_prefix_changes().items():
-            (self.findable.add if is_findable else self.findable.discard)(block_hash)
-        assert self.findable == set(scheduler.findable_prefixes())
+        stored, removed = map(set, map(unpack, scheduler.take_prefix_changes()))
+        assert not stored & removed
+        self.findable = self.findable - removed | stored
+        assert self.findable == set(unpack(pack(scheduler.findable_prefixes())))
         scheduler.check_integrity()
 
     def answer(self) -> None:

@@ -199,28 +199,42 @@ def test_events_tell_what_is_given_up(BlockPool):
 
 @in_both
 def test_changes_hold_the_latest_word_on_each_hash_of_one_group(BlockPool):
-    changes = {}
-    pool = BlockPool(5, 2, changes=changes, watched_group=1)
+    pool = BlockPool(5, 2, records_changes=True, watched_group=1)
+
+    def changes():
+        return [
+            sorted(keys[at : at + 8].rstrip(b"\0") for at in range(0, len(keys), 8)) for keys in pool.take_changes()
+        ]
+
+    assert changes() == [[], []]
     blocks = pool.allocate(4)
     pool.cache_all(blocks[:2], [b"a", b"b"], 1)
     pool.cache(blocks[2], b"c")
     assert not pool.cache(blocks[3], b"a", 1), "another block answers already"
-    assert changes == {b"a": True, b"b": True}
+    assert changes() == [[b"a", b"b"], []]
     pool.forget(blocks[0])
     pool.cache(blocks[0], b"d", 1)
     pool.forget(blocks[2])
-    assert changes == {b"a": False, b"b": True, b"d": True}
+    pool.forget(blocks[1])
+    pool.cache(blocks[1], b"b", 1)
+    assert changes() == [[b"b", b"d"], [b"a"]]
+    assert changes() == [[], []]
     assert sorted(pool.findable()) == [b"b", b"d"]
-    changes.clear()
     pool.release(blocks)
     pool.allocate(3)
-    assert changes == {b"b": False}, "evicted, where it was not hit"
+    assert changes() == [[], [b"b"]], "evicted"
     assert not pool.clear()
     pool.release(blocks[1:])
-    changes.clear()
     assert pool.clear()
-    assert changes == {b"d": False}
+    assert changes() == [[], [b"d"]]
     assert pool.findable() == []
+
+
+@in_both
+def test_changes_of_nobody_are_not_kept(BlockPool):
+    pool = BlockPool(5)
+    pool.cache(pool.allocate(1)[0], b"a")
+    assert pool.take_changes() == (b"", b"")
 
 
 class BlockPoolMachine(RuleBasedStateMachine):

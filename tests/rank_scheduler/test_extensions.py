@@ -19,6 +19,7 @@ import pytest
 
 import build_extensions
 from rank_scheduler import block_pool, extension
+from rank_scheduler.prefix_chain import pack, unpack
 from rank_scheduler.prefix_hash import ROOT_HASH, hash_rows_in_python, hash_run_in_python
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,6 +35,11 @@ def outcome(call):
         return type(error), str(error)
 
 
+def hash_of(number):
+    """No two begin alike."""
+    return b"%08d" % number * 4
+
+
 class Twins:
     """A pool of each kind; every operation is done to both, and must come to the same."""
 
@@ -42,14 +48,15 @@ class Twins:
     def __init__(self, pool_class, seed):
         self.random = random.Random(seed)
         self.events = ([], [])
-        self.changes = ({}, {})
         self.watched_group = seed % self.NUM_GROUPS
         self.told = set()
         """What is findable in the watched group, by the changes alone."""
         classes = (block_pool.BlockPool, pool_class)
         self.pools = [
-            make(self.NUM_BLOCKS, self.NUM_GROUPS, events=events, changes=changes, watched_group=self.watched_group)
-            for make, events, changes in zip(classes, self.events, self.changes, strict=True)
+            make(
+                self.NUM_BLOCKS, self.NUM_GROUPS, events=events, records_changes=True, watched_group=self.watched_group
+            )
+            for make, events in zip(classes, self.events, strict=True)
         ]
         self.held = []
 
@@ -68,7 +75,7 @@ class Twins:
         return kind(blocks)
 
     def some_hashes(self, count):
-        return [b"%032d" % self.random.randint(0, 30) for _ in range(count)]
+        return [hash_of(self.random.randint(0, 30)) for _ in range(count)]
 
     def step(self):
         act = self.random.choice(
@@ -129,17 +136,18 @@ class Twins:
         for name in ("num_free_blocks", "num_usable_blocks", "version"):
             assert getattr(c, name) == getattr(python, name)
         assert self.events[0] == self.events[1]
-        assert self.changes[0] == self.changes[1]
-        for block_hash, is_findable in self.changes[0].items():
-            (self.told.add if is_findable else self.told.discard)(block_hash)
-        for changes in self.changes:
-            changes.clear()
-        assert sorted(c.findable()) == sorted(python.findable()) == sorted(self.told)
-        found = {b"%032d" % number for number in range(31)}
-        assert self.told == {one for one in found if python.find(one, self.watched_group) is not None}
+        changes, others = ([set(unpack(keys)) for keys in pool.take_changes()] for pool in self.pools)
+        assert changes == others
+        stored, removed = changes
+        assert not stored & removed
+        self.told = self.told - removed | stored
+        assert sorted(c.findable()) == sorted(python.findable())
+        found = [one for one in map(hash_of, range(31)) if python.find(one, self.watched_group) is not None]
+        assert sorted(found) == sorted(c.findable())
+        assert self.told == set(unpack(pack(found)))
         for number in range(31):
             for group in range(self.NUM_GROUPS):
-                self.do("find", b"%032d" % number, group)
+                self.do("find", hash_of(number), group)
 
 
 def run_twins(pool_class, seed, num_steps):
@@ -227,8 +235,7 @@ def test_the_pool_refuses_hashes_and_rows_of_other_types():
         (TypeError, lambda: pool.take(blocks)),
         (TypeError, lambda: pool.release(np.zeros(3, np.float32))),
         (TypeError, lambda: type(pool)(9, events=())),
-        (TypeError, lambda: type(pool)(9, changes=[])),
-        (ValueError, lambda: type(pool)(9, changes={}, watched_group=1)),
+        (ValueError, lambda: type(pool)(9, records_changes=True, watched_group=1)),
         (TypeError, lambda: type(pool)("9")),
     ):
         with pytest.raises(error):
@@ -262,8 +269,7 @@ def test_a_long_life_loses_no_memory():
     hashes = [bytes([number]) * 32 for number in range(64)]
     before = list(map(sys.getrefcount, hashes))
     tokens, hash_run = np.arange(64, dtype=np.int32), import_module("rank_scheduler._prefix_hash").hash_run
-    changes = {}
-    pool = twin.BlockPool(33, changes=changes)
+    pool = twin.BlockPool(33, records_changes=True)
 
     def live(pool, num_turns):
         row = np.empty(8, np.int32)
@@ -278,7 +284,7 @@ def test_a_long_life_loses_no_memory():
             outcome(lambda: pool.take([0], row))
             hash_run(hashes[0], tokens, 4)
             pool.findable()
-            changes.clear()
+            pool.take_changes()
 
     live(pool, 1_000)
     gc.collect()
