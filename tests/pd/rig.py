@@ -92,7 +92,12 @@ def answers_of_one_rank(
     config = SchedulerConfig(**SCHEDULER)
     cache = CacheConfig(num_blocks=NUM_BLOCKS * 2, block_size=BLOCK_SIZE)
     runner = TorchRunner(
-        embedded_model_dir(lambda _: None), scheduler=config, cache=cache, dtype="float32", max_model_len=MAX_MODEL_LEN
+        embedded_model_dir(lambda _: None),
+        scheduler=config,
+        cache=cache,
+        dtype="float32",
+        num_threads=1,
+        max_model_len=MAX_MODEL_LEN,
     )
     engine = Engine(runner, config)
     answers = []
@@ -186,7 +191,7 @@ class PdSystem:
             "model_dir": str(embedded_model_dir(lambda _: None)),
             "max_model_len": MAX_MODEL_LEN,
             "scheduler": self.scheduler,
-            "cache": {"num_blocks": self.num_blocks, "block_size": block_size},
+            "cache": {"num_blocks": self.num_blocks * BLOCK_SIZE // block_size, "block_size": block_size},
             "kv_transfer": self.kv_transfer,
             "control_port": self.control_port,
             "secret": SECRET.hex(),
