@@ -88,15 +88,20 @@ class Needs:
         return num_needed
 
     def num_promised_blocks(self) -> int:
-        """What running sequences will still need for the tokens that are known: a load must not take it."""
+        """What running sequences will still need for the tokens that are known: a load must not take it.
+
+        An idle session needs nothing: its last token makes way for the next input.
+        """
         batch = self._state.batch
-        order = batch.order
+        order = batch.order[~batch.is_idle[batch.order]]
         lacking = -(-batch.num_tokens[order] // self._block_size) - batch.num_columns[order]
         return int(np.maximum(lacking, 0).sum()) * self._state.kv.num_groups
 
     def num_lacking(self, slot: int) -> int:
         """The slot's part of `num_promised_blocks`."""
         kv, batch = self._state.kv, self._state.batch
+        if batch.is_idle[slot]:
+            return 0
         return max(0, kv.num_columns(int(batch.num_tokens[slot])) - int(batch.num_columns[slot])) * kv.num_groups
 
     def lacks_blocks(self, num_needed: int, num_kept_free: int) -> Obstacle:

@@ -195,3 +195,14 @@ def test_a_connector_is_told_the_hashes_of_what_it_is_asked_about():
     rank.submit(0, prompt_of(18), 1, fields={"kv_transfer_params": {"external": 0, "is_async": 0}})
     run_until_idle(rank)
     assert seen[-1] == (18, 4)
+
+
+def test_an_idle_session_keeps_no_blocks_from_a_load_for_a_token_that_will_be_replaced():
+    rank = Rank(connector=SimulatedConnector(), num_blocks=17, max_model_len=64)
+    rank.submit(0, prompt_of(3), 2, fields={"is_session": True})
+    run_until_idle(rank)
+    rank.submit(1, prompt_of(60, 2), 2, fields={"kv_transfer_params": {"external": 40, "is_async": 1}})
+    run_until_idle(rank)
+    rank.end_load(1)
+    run_until_idle(rank)
+    assert sorted(rank.ends) == [1]
