@@ -21,6 +21,11 @@ class RoomMaker:
     def __init__(self, state: RankState, needs: Needs) -> None:
         self._state = state
         self._needs = needs
+        self.must_drain = False
+        """Only the blocks of running ones would do, and they are usable only after the steps in flight."""
+
+    def begin(self) -> None:
+        self.must_drain = False
 
     def make_for_priority(self, budget: int, now: float) -> int | None:
         """Preempt running sequences for waiting ones of strictly higher priority that could not be admitted.
@@ -72,8 +77,8 @@ class RoomMaker:
             lacks_blocks = num_needed > pool.num_free_blocks
             if slots_free + len(chosen) >= 0 and pool.num_free_blocks + num_freed >= num_needed:
                 # With a connector, blocks are usable only after the steps in flight.
-                is_fenced = chosen and lacks_blocks and state.setup.connector is not None and state.flights
-                return None if is_fenced else chosen
+                self.must_drain = bool(chosen and lacks_blocks and state.setup.connector is not None and state.flights)
+                return None if self.must_drain else chosen
             if slot is None:
                 break
             chosen.append(slot)

@@ -255,8 +255,12 @@ class Scheduler:
         if plan is not None:
             return plan
         self._waiting.begin()
+        self._room.begin()
         num_preemptions = state.stats.num_preemptions
         draft = self._begin(now)
+        if self._room.must_drain:
+            # Else those that must give way would go on for as long as there is always a step in flight.
+            return None
         if state.pause is not PauseState.PAUSED_ALL:
             self._running.run(draft, now)
         if state.waiting:

@@ -206,3 +206,25 @@ def test_an_idle_session_keeps_no_blocks_from_a_load_for_a_token_that_will_be_re
     rank.end_load(1)
     run_until_idle(rank)
     assert sorted(rank.ends) == [1]
+
+
+def test_a_higher_priority_takes_blocks_though_there_is_always_a_step_in_flight():
+    """With a connector the blocks of a victim are usable only after the steps in flight, so these are waited for."""
+    rank = Rank(
+        connector=SimulatedConnector(),
+        policy="priority",
+        num_blocks=29,
+        max_model_len=64,
+        setup={"async_scheduling": True},
+    )
+    for request_id in range(2):
+        rank.submit(request_id, prompt_of(34, 2 + request_id), 20, fields=low())
+    rank.step()
+    rank.step()
+    rank.submit(2, prompt_of(60, 7), 2, fields=high())
+    for _ in range(4):
+        rank.step()
+    assert rank.state_of(2) == "running"
+    run_until_idle(rank)
+    assert sorted(rank.ends) == [0, 1, 2]
+    assert rank.scheduler.load().num_preemptions == 1
