@@ -51,7 +51,7 @@ class PullLoads:
             ours = self._stats
             stats.num_loads, stats.num_loaded_bytes = ours.num_loads, ours.num_loaded_bytes
             stats.load_failures, stats.lanes = dict(ours.load_failures), dict(ours.lanes)
-            stats.load_seconds = list(ours.load_seconds)
+            stats.load_seconds, stats.load_seconds_sum = list(ours.load_seconds), ours.load_seconds_sum
             stats.num_quarantined_blocks = ours.num_quarantined_blocks
 
     # ---- orders ----
@@ -125,7 +125,9 @@ class PullLoads:
                 self._stats.num_loads += 1
                 self._stats.num_loaded_bytes += len(order.local_blocks) * self._identity.geometry.block_size_bytes
                 self._stats.lanes[lane] = self._stats.lanes.get(lane, 0) + 1
-                self._stats.load_seconds[bisect.bisect_left(LOAD_SECONDS_BOUNDS, loop.time() - started_at)] += 1
+                seconds = loop.time() - started_at
+                self._stats.load_seconds[bisect.bisect_left(LOAD_SECONDS_BOUNDS, seconds)] += 1
+                self._stats.load_seconds_sum += seconds
             elif reason is not None:
                 self._stats.load_failures[reason] = self._stats.load_failures.get(reason, 0) + 1
         self._finish(order, cause, load.write)

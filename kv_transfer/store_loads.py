@@ -67,7 +67,6 @@ class LoadCounts:
             self.num_loads += 1
             self.seconds[bisect_left(LOAD_SECONDS_BOUNDS, seconds)] += 1
             self.seconds_sum += seconds
-            self.seconds_sum += seconds
         elif failure.reason is not StoreReason.ENDED:
             self.failures[failure.reason] = self.failures.get(failure.reason, 0) + 1
 
@@ -78,7 +77,6 @@ class LoadCounts:
             stats.load_failures[reason] = stats.load_failures.get(reason, 0) + count
         for place, count in enumerate(self.seconds):
             stats.load_seconds[place] += count
-        stats.load_seconds_sum += self.seconds_sum
         stats.load_seconds_sum += self.seconds_sum
 
 

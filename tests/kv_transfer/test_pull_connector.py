@@ -113,6 +113,7 @@ def test_blocks_go_from_one_process_to_another(ranks: StartRank, transport: str)
     stats = decode.worker.stats()
     assert (stats.num_loads, stats.num_loaded_bytes, stats.lanes) == (1, 16 * 512, {transport: 1})
     assert (sum(stats.load_seconds), stats.load_failures) == (1, {})
+    assert stats.load_seconds_sum > 0
     prefill.end()
 
 

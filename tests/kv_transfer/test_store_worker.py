@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from kv_transfer.block_store import StoreFailure, StoreOutcome, StoreReason
-from kv_transfer.connector import ConnectorEvent, LoadFinished, SendFinished
+from kv_transfer.connector import ConnectorEvent, ConnectorStats, LoadFinished, SendFinished
 from kv_transfer.deadlines import Deadlines
 from kv_transfer.known_blocks import KnownBlocks
 from kv_transfer.memory import KvMemory
-from kv_transfer.store_loads import AsyncLoads
+from kv_transfer.store_loads import AsyncLoads, LoadCounts
 from kv_transfer.store_scheduler import DropLoad, LoadBlocks, StoreComputed, StoreKept
 from kv_transfer.store_worker import StoreWorker
 from kv_transfer.store_writer import StoreWriter
@@ -131,6 +131,15 @@ def test_a_load_fills_its_blocks_and_no_others(make: MakeRig) -> None:
     assert rig.memory.blocks[:, 0].tolist() == [GARBAGE, GARBAGE, GARBAGE, 1, 3, 2, GARBAGE, GARBAGE]
     stats = rig.worker.stats()
     assert (stats.num_loads, stats.num_loaded_bytes, sum(stats.load_seconds)) == (1, 3 * BLOCK_BYTES, 1)
+
+
+def test_loads_are_counted_once() -> None:
+    counts, stats = LoadCounts(), ConnectorStats()
+    counts.ended(0.5, 10, None)
+    counts.ended(0.25, 10, None)
+    counts.add_to(stats)
+    assert (stats.num_loads, stats.num_loaded_bytes, sum(stats.load_seconds)) == (2, 20, 2)
+    assert stats.load_seconds_sum == 0.75
 
 
 def test_what_came_before_a_failure_is_valid(make: MakeRig) -> None:
