@@ -63,12 +63,16 @@ async def until(condition: Callable[[], bool], timeout_s: float, what: str) -> N
         raise AssertionError(f"not within {timeout_s:g} s: {what}") from None
 
 
-@functools.cache
-def _text() -> list[int]:
+def token_ids(text: str) -> list[int]:
     tokenizer = ChatTokenizer(embedded_model_dir(lambda _: None))
-    ids: list[int] = tokenizer.tokenizer.encode(Path("LICENSE").read_text(encoding="utf-8")).ids
+    ids: list[int] = tokenizer.tokenizer.encode(text, add_special_tokens=False).ids
     tokenizer.close()
     return ids
+
+
+@functools.cache
+def _text() -> list[int]:
+    return token_ids(Path("LICENSE").read_text(encoding="utf-8"))
 
 
 def make_prompts(count: int, *, seed: int, shared: int = 0, shortest: int = 20, longest: int = 90) -> list[list[int]]:

@@ -18,7 +18,7 @@ import pytest
 from kv_transfer.tcp_peer import MAX_CONNECTIONS_PER_PEER
 from router.errors import Cause
 from router.rank_link import RankLink
-from tests.pd.rig import Lost, answers_of_one_rank, make_prompts, running, until
+from tests.pd.rig import Lost, answers_of_one_rank, make_prompts, running, token_ids, until
 
 pytestmark = pytest.mark.model
 
@@ -31,8 +31,8 @@ KV_TRANSFER = {
     "kv_connector_extra_config": {
         "transport": "tcp",
         "lease_s": LEASE_S,
-        "connect_timeout_s": 1.0,
-        "pull_timeout_s": 1.0,
+        "connect_timeout_s": 2.0,
+        "pull_timeout_s": 2.0,
     }
 }
 SCHEDULER = {
@@ -455,6 +455,20 @@ def test_a_stop_token_ends_it_on_either_rank(run, place):
         (answer,) = await pd.answer(prompt, **fields)
         assert answer.finish_reason == "stop"
         assert [answer] == await alone(pd, prompt, **fields)
+
+    run(body)
+
+
+def test_an_end_right_after_the_prompt_hands_nothing_off(run):
+    """The model has nothing to add."""
+
+    async def body(pd, prompts, right):
+        before = await pd.rank("decode").stats()
+        text = "<|im_start|>user\nWhat is 2+2?<|im_end|>\n<|im_start|>assistant\n2+2=4."
+        (answer,) = await pd.answer(token_ids(text), max_tokens=5)
+        assert (answer.tokens, answer.text, answer.finish_reason) == ([], "", "stop")
+        after = await pd.rank("decode").stats()
+        assert before["kv_transfer"]["num_loads"] == after["kv_transfer"]["num_loads"]
 
     run(body)
 
