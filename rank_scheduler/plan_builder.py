@@ -65,7 +65,7 @@ class PlanBuilder:
             counts, after, num_drafts, masked, masks = self._mask(slots, counts, samples, num_drafts)
         if state.config.prefill_schedule_interval > 1:
             batch.is_chunk[slots] = ~samples
-        in_prompt = before < batch.num_prompt[slots]
+        num_prompt_tokens = np.minimum(after, batch.num_prompt[slots]) - before
         batch.num_computed[slots] = after
         if self._is_async:
             batch.num_in_flight[slots] += counts
@@ -74,7 +74,7 @@ class PlanBuilder:
             self.cache(slots, np.minimum(after, known))
         metadata, tickets = None, {}
         if connector is not None:
-            tickets = self._tell_computed(connector, slots, after, in_prompt, samples)
+            tickets = self._tell_computed(connector, slots, after, num_prompt_tokens > 0, samples)
             metadata = connector.build_connector_meta()
         # Where every row computes one token, and nobody was left out, no prompt is left in the middle.
         state.may_have_prefills = len(slots) < len(batch) - batch.num_idle or bool((after < total).any())
@@ -108,7 +108,7 @@ class PlanBuilder:
                 samples=samples,
                 num_drafts=num_drafts,
                 planned_at=now,
-                in_prompt=in_prompt,
+                num_prompt_tokens=num_prompt_tokens,
                 cost=self._cost(before, counts, samples),
                 encoder_items=[run.item.identifier for run in draft.encoder_runs],
                 cached=list(state.cached_in_step),

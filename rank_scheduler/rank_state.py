@@ -48,8 +48,8 @@ class Flight:
     samples: BoolArray
     num_drafts: Int32Array | None
     planned_at: float
-    in_prompt: BoolArray
-    """Rows whose tokens all belong to a prompt."""
+    num_prompt_tokens: Int32Array
+    """Of each row's tokens, those of a prompt; below 0 where it is long past."""
     cost: StepCost | None = None
     encoder_items: list[bytes] = field(default_factory=list)
     tickets: dict[int, KvParams] = field(default_factory=dict)

@@ -158,15 +158,14 @@ class ResultIntake:
 
     def _settle(self, slots: Int32Array, live: BoolArray, everybody: bool, flight: Flight) -> None:
         state, batch = self._state, self._state.batch
-        in_prompt = flight.in_prompt
+        num_prompt_tokens = flight.num_prompt_tokens
         if not everybody:
-            in_prompt = in_prompt & live
+            num_prompt_tokens = num_prompt_tokens[live]
         if self._is_async and everybody:
             batch.num_in_flight[slots] -= flight.num_tokens
         elif self._is_async:
             batch.num_in_flight[slots[live]] -= flight.num_tokens[live]
-        num_prompt_tokens = int(flight.num_tokens[in_prompt].sum())
-        state.stats.num_prompt_tokens += num_prompt_tokens
+        state.stats.num_prompt_tokens += int(np.maximum(num_prompt_tokens, 0).sum())
 
     def _end_rows(
         self, flight: Flight, result: StepResult, live: BoolArray, sampled: BoolArray, now: float

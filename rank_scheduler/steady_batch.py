@@ -102,7 +102,7 @@ class SteadyBatch:
                 self._trues,
                 None,
                 now,
-                self._falses,
+                self._zeros,
                 self._cost(),
                 cached=list(state.cached_in_step),
                 steady_version=batch.version,
@@ -181,7 +181,7 @@ class SteadyBatch:
         self._places = slots.astype(np.int64) * batch.token_ids.shape[1] + batch.num_tokens[slots]
         self._ones = np.ones(len(slots), np.int32)
         self._trues = np.ones(len(slots), np.bool_)
-        self._falses = np.zeros(len(slots), np.bool_)
+        self._zeros = np.zeros(len(slots), np.int32)
         self._epochs = batch.epoch[slots]
         self._num_until_growth = int((batch.num_columns[slots] * self._block_size - batch.num_computed[slots]).min())
         self._num_until_length = int((batch.max_total[slots] - batch.num_tokens[slots]).min())

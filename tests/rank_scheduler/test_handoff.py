@@ -89,6 +89,14 @@ def test_a_request_goes_on_where_another_rank_has_left_it(num_generated):
     assert rank.ends[1].reason is FinishReason.LENGTH
 
 
+def test_only_tokens_of_the_prompt_count_as_such():
+    prompt = prompt_of(10)
+    rank = make_rank()
+    rank.submit(1, prompt + expected(prompt, 4), 8, fields={"num_generated": 4})
+    rank.run()
+    assert rank.scheduler.load().num_prompt_tokens == 10
+
+
 def test_with_the_kv_of_its_prompt_it_computes_one_token():
     prompt = prompt_of(12)
     whole = expected(prompt, 5)
