@@ -39,7 +39,7 @@ class FaultyConnector(SimulatedConnector):
     def __init__(self, rng: random.Random, *, drops: bool) -> None:
         super().__init__()
         self._rng = rng
-        self._drops = drops
+        self.drops = drops
         self.now = 0
         self._due: list[tuple[int, int, ConnectorEvent, tuple[KvRequest, np.ndarray, int, int] | None]] = []
         """When, a running number, what, and the load that it ends."""
@@ -77,7 +77,7 @@ class FaultyConnector(SimulatedConnector):
                 self._begin(load)
                 continue
             self._fill(load, load[3], self.runner)
-            if self._drops and self._rng.random() < 0.3:
+            if self.drops and self._rng.random() < 0.3:
                 self._lose(load)
 
     @property
