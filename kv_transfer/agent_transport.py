@@ -46,6 +46,7 @@ from kv_transfer.transport import (
     TransferError,
     TransportCaps,
     TransportStats,
+    check_block_sizes,
 )
 
 T = TypeVar("T")
@@ -202,11 +203,7 @@ class AgentTransport:
         if endpoint.transport != self.name:
             message = f"the endpoint is one of {endpoint.transport!r}, and this is {self.name}"
             raise TransferError(FailureReason.INCOMPATIBLE, message)
-        if endpoint.block_size_bytes != self._block_size_bytes:
-            raise TransferError(
-                FailureReason.INCOMPATIBLE,
-                f"blocks have {self._block_size_bytes} bytes here and {endpoint.block_size_bytes} there",
-            )
+        check_block_sizes(self._block_size_bytes, endpoint.block_size_bytes)
         try:
             address = msgspec.msgpack.decode(endpoint.address, type=Address)
         except msgspec.DecodeError as error:

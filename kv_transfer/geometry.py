@@ -29,6 +29,14 @@ class Geometry(msgspec.Struct, frozen=True):
         """K and V of one layer of a block; layer l of a block begins at l times this."""
         return self.block_size_bytes // self.num_layers
 
+    def check_pool(self, block_size_bytes: int) -> None:
+        """Raises ValueError unless blocks of so many bytes are what this describes."""
+        if block_size_bytes != self.block_size_bytes:
+            raise ValueError(
+                f"the pool's blocks have {block_size_bytes} bytes, and the geometry says {self.block_size_bytes}: "
+                "one of them is wrong"
+            )
+
     def fingerprint(self) -> str:
         """Equal for ranks that may exchange KV."""
         return hashlib.sha256(msgspec.json.encode((KV_PROTOCOL_VERSION, self))).hexdigest()

@@ -23,6 +23,7 @@ from kv_transfer.transport import (
     TransferError,
     TransportCaps,
     TransportStats,
+    check_block_sizes,
 )
 
 # The transports of this process by their endpoints' addresses, and the lock that guards them.
@@ -59,9 +60,7 @@ class InprocTransport:
                 raise TransferError(FailureReason.NO_ROUTE, "no such pool is served in this process")
             if not hmac.compare_digest(self._secret, other._secret):
                 raise TransferError(FailureReason.INCOMPATIBLE, "the peer has another cluster secret")
-            if other._memory.block_size_bytes != self._memory.block_size_bytes:
-                sizes = f"{self._memory.block_size_bytes} bytes here and {other._memory.block_size_bytes} there"
-                raise TransferError(FailureReason.INCOMPATIBLE, f"blocks have {sizes}")
+            check_block_sizes(self._memory.block_size_bytes, other._memory.block_size_bytes)
             peer = self._lane.make_peer(endpoint, other._memory.blocks)
             other._peers.add(peer)
         return peer

@@ -95,12 +95,7 @@ class PullWorker:
             )
 
     def start(self, memory: KvMemory, post: Callable[[ConnectorEvent], None]) -> None:
-        geometry = self._context.geometry
-        if memory.block_size_bytes != geometry.block_size_bytes:
-            raise ValueError(
-                f"the pool's blocks have {memory.block_size_bytes} bytes, and the geometry says "
-                f"{geometry.block_size_bytes}: one of them is wrong"
-            )
+        self._context.geometry.check_pool(memory.block_size_bytes)
         self._receiver = post
         loop = self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=_run, args=(loop,), name="kv-io", daemon=True)

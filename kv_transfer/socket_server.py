@@ -20,7 +20,7 @@ from typing import TypeVar
 import msgspec
 
 from kv_transfer.pulls import join
-from kv_transfer.transport import Endpoint, FailureReason, TransferError
+from kv_transfer.transport import Endpoint, FailureReason, TransferError, check_block_sizes
 from kv_transfer.wire import MAX_HANDSHAKE_FRAME_BYTES, NONCE_BYTES, ClientHandshake, ServerHandshake, WireError, frame
 
 _log = logging.getLogger(__name__)
@@ -119,11 +119,7 @@ def enter(sock: socket.socket, secret: bytes, role: str, expected: Welcome, dead
         )
     if welcome.instance != expected.instance:
         raise TransferError(FailureReason.EPOCH_MISMATCH, "the peer was restarted since its endpoint was told")
-    if welcome.block_size_bytes != expected.block_size_bytes:
-        raise TransferError(
-            FailureReason.INCOMPATIBLE,
-            f"blocks have {expected.block_size_bytes} bytes here and {welcome.block_size_bytes} there",
-        )
+    check_block_sizes(expected.block_size_bytes, welcome.block_size_bytes)
     return welcome
 
 

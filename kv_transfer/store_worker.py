@@ -57,11 +57,7 @@ class StoreWorker:
         self._receiver: Callable[[ConnectorEvent], None] | None = None
 
     def start(self, memory: KvMemory, post: Callable[[ConnectorEvent], None]) -> None:
-        if memory.block_size_bytes != self._geometry.block_size_bytes:
-            raise ValueError(
-                f"the pool's blocks have {memory.block_size_bytes} bytes, and the geometry says "
-                f"{self._geometry.block_size_bytes}: one of them is wrong"
-            )
+        self._geometry.check_pool(memory.block_size_bytes)
         self._memory, self._receiver = memory, post
         self._store.start()
         self._deadlines.start()

@@ -48,6 +48,12 @@ class TransferError(Exception):
         self.message = message
 
 
+def check_block_sizes(ours: int, theirs: int) -> None:
+    """Raises TransferError unless blocks have as many bytes here as at the peer's."""
+    if ours != theirs:
+        raise TransferError(FailureReason.INCOMPATIBLE, f"blocks have {ours} bytes here and {theirs} there")
+
+
 @dataclass(frozen=True, slots=True)
 class TransportCaps:
     cancel_is_fence: bool
