@@ -46,6 +46,19 @@ class KvMemory:
         """All blocks as one writable buffer."""
         return self._map
 
+    def to_host(self, block_ids: npt.NDArray[np.int32]) -> None:
+        """Bring these blocks, shape [n], up to date here, before somebody reads them here; returns when that is done.
+
+        By the thread that executes steps, after the step that has written them. Nothing to do where the runner
+        computes in this very memory.
+        """
+
+    def to_device(self, block_ids: npt.NDArray[np.int32]) -> None:
+        """Bring these blocks, which were written here, to where the runner computes; returns when that is done.
+
+        By any thread, before a step that reads them is executed. Nothing to do where it computes in this memory.
+        """
+
     def close(self) -> None:
         """Give the descriptor back. The mapping itself lives as long as arrays over it do. Idempotent."""
         if self.fd >= 0:

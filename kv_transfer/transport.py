@@ -60,6 +60,8 @@ class TransportCaps:
     """A cancelled or failed transfer never writes again: `TransferEnd.is_fenced` is always true."""
     same_host: bool
     """Works only between processes of one host."""
+    can_push: bool = False
+    """It is a `PushTransport`."""
     max_descriptors: int | None = None
     """Blocks that the library underneath takes in one call; the transport cuts longer lists itself."""
 
@@ -159,4 +161,42 @@ class KvTransport(Protocol):
 
     def close(self, timeout_s: float) -> None:
         """End all transfers and threads, free everything. Idempotent. Nothing is written after it."""
+        ...
+
+
+class PushTransport(KvTransport, Protocol):
+    """A transport by which the holder of blocks may also send them on its own, as they get ready.
+
+    The rank that needs the blocks opens the way (`receive`), and names to the holder, over the control plane, the
+    grant that it was given; the holder then sends under that grant, in the order in which the blocks were named.
+    Bytes land only where the receiver itself puts them, and on a connection that it owns: its cancel is a fence, as
+    for a pull. (A holder that wrote into a peer's memory could not be kept from writing late.)
+    """
+
+    def receive(
+        self,
+        peer: Peer,
+        local_blocks: BlockIds,
+        timeout_s: float,
+        on_grant: Callable[[int], None],
+        on_end: OnEnd,
+    ) -> Transfer:
+        """Have the peer fill these blocks, shape [n], n >= 1, all different, in this order.
+
+        `on_grant` is told, at most once and before the end, under which number the peer may send; on a thread of the
+        transport's. Ends as `pull` does; as `peer_lost` if the peer revokes the grant. Ids out of range are refused
+        with ValueError.
+        """
+        ...
+
+    def push(self, grant: int, blocks: BlockIds) -> bool:
+        """Send these blocks of ours next, shape [n], to whoever was given `grant`; False: nobody waits any more.
+
+        Never blocks: they are read from the pool soon after, in order. Ids out of range, or more blocks than the
+        receiver waits for, are refused with ValueError.
+        """
+        ...
+
+    def revoke(self, grant: int) -> None:
+        """Send nothing more under it: its receive fails. Idempotent, also for grants that are over; never blocks."""
         ...
