@@ -1,10 +1,8 @@
 """Pools of any hosts, over TCP: no library, no copy besides the kernel's, blocking sockets with a thread each.
 
-    client → server   PullRequest       block ids, how long the client waits
-    server → client   STATUS            zero, and the blocks' bytes; or the length of a refusal, and its text
-
-after the handshake of `kv_transfer.socket_server`. One pull at a time is on a connection. Bytes of a pull that was
-given up can reach no other pull: its connection is closed.
+What is said is in `kv_transfer.tcp_requests`, the client's end in `kv_transfer.tcp_connections`, the sending of pushed
+blocks in `kv_transfer.tcp_pushes`. Bytes of a pull or a receive that was given up can reach no other: its connection
+is closed.
 """
 
 from __future__ import annotations
@@ -28,7 +26,10 @@ from kv_transfer.socket_server import (
     Welcome,
     decode_address,
 )
-from kv_transfer.tcp_peer import ROLE, SERVER_IDLE_S, STATUS, PullRequest, TcpAddress, TcpPeer
+from kv_transfer.tcp_connections import SERVER_IDLE_S, Connections
+from kv_transfer.tcp_peer import TcpPeer
+from kv_transfer.tcp_pushes import Outboxes
+from kv_transfer.tcp_requests import ROLE, STATUS, PullRequest, PushRequest, Request, TcpAddress, send_refusal
 from kv_transfer.tcp_stream import configure, send_views, set_timeout, view_batches
 from kv_transfer.transport import (
     BlockIds,
@@ -54,19 +55,21 @@ class TcpTransport:
     """Threads: one that accepts and one per connection served; one per connection to a peer; one for deadlines."""
 
     name = "tcp"
-    caps = TransportCaps(cancel_is_fence=True, same_host=False)
+    caps = TransportCaps(cancel_is_fence=True, same_host=False, can_push=True)
 
     def __init__(self, secret: bytes, port: int = 0) -> None:
         """`port` 0: any free one."""
         self._secret = secret
         self._port = port
         self._memory: KvMemory | None = None
+        self._outboxes: Outboxes | None = None
         self._server: SocketServer | None = None
         self._pulls = Pulls(self.name)
         self._lock = threading.Lock()
         self._threads: set[threading.Thread] = set()
         """Of connections to peers; guarded by the lock, as what follows."""
-        self._peers: weakref.WeakSet[TcpPeer] = weakref.WeakSet()
+        self._connections: weakref.WeakSet[Connections] = weakref.WeakSet()
+        """Of all peers. They live as long as their threads do, which may be longer than the peer."""
         self._is_closed = False
 
     def start(self, memory: KvMemory, host: str) -> Endpoint:
@@ -84,6 +87,8 @@ class TcpTransport:
             message = f"cannot listen on {host!r}, port {self._port}: {error}; give an address of this host's"
             raise TransferError(FailureReason.BACKEND, message) from None
         self._memory = memory
+        # Receivers may wait for long, and whoever pulls must come in all the time: to those is left the other half.
+        self._outboxes = Outboxes(memory, MAX_CONNECTIONS // 2)
         bound_host, port = listener.getsockname()[:2]
         instance = secrets.token_bytes(16)
         welcome = Welcome(PROTOCOL_VERSION, instance, memory.num_blocks, memory.block_size_bytes)
@@ -98,20 +103,26 @@ class TcpTransport:
         frames = FrameBuffer()
         while data := sock.recv(_RECEIVE_BYTES):
             for payload in frames.feed(data):
-                self._send(sock, msgspec.msgpack.decode(payload, type=PullRequest))
+                self._answer(sock, msgspec.msgpack.decode(payload, type=Request))
 
-    def _send(self, sock: socket.socket, request: PullRequest) -> None:
-        assert self._memory is not None
+    def _answer(self, sock: socket.socket, request: Request) -> None:
         # Written so that it holds for NaN.
         if not request.timeout_s >= 0:
             raise WireError(f"the client waits for {request.timeout_s} s")
         deadline = time.monotonic() + min(request.timeout_s, MAX_PULL_S)
+        match request:
+            case PullRequest(blocks):
+                self._send(sock, blocks, deadline)
+            case PushRequest(num_blocks):
+                assert self._outboxes is not None
+                self._outboxes.serve(sock, num_blocks, deadline)
+
+    def _send(self, sock: socket.socket, ids: bytes, deadline: float) -> None:
+        assert self._memory is not None
         try:
-            ids = np.frombuffer(request.blocks, "<i4")
-            blocks = check_block_ids(ids, self._memory.num_blocks, "the peer's")
+            blocks = check_block_ids(np.frombuffer(ids, "<i4"), self._memory.num_blocks, "the peer's")
         except ValueError as error:
-            refusal = str(error).encode()
-            send_views(sock, [memoryview(STATUS.pack(len(refusal)) + refusal)], deadline)
+            send_refusal(sock, str(error), deadline)
             return
         batches = view_batches(self._memory, blocks)
         send_views(sock, [memoryview(STATUS.pack(0)), *next(batches, [])], deadline)
@@ -125,7 +136,7 @@ class TcpTransport:
         with self._lock:
             if self._is_closed:
                 raise TransferError(FailureReason.BACKEND, "the tcp transport is closed")
-            self._peers.add(peer)
+            self._connections.update(peer.connections)
         peer.connect(time.monotonic() + timeout_s)
         return peer
 
@@ -157,10 +168,35 @@ class TcpTransport:
         local = check_block_ids(local_blocks, self._memory.num_blocks, "this rank's")
         pull = self._pulls.add(peer, len(local), len(local) * self._memory.block_size_bytes, timeout_s, on_end)
         try:
-            peer.submit(pull, check_block_ids(remote_blocks, peer.endpoint.num_blocks, "the peer's"), local)
+            peer.pull(pull, check_block_ids(remote_blocks, peer.endpoint.num_blocks, "the peer's"), local)
         except ValueError as error:
             self._pulls.stop(pull, FailureReason.BACKEND, str(error))
         return pull
+
+    def receive(
+        self,
+        peer: Peer,
+        local_blocks: BlockIds,
+        timeout_s: float,
+        on_grant: Callable[[int], None],
+        on_end: OnEnd,
+    ) -> Transfer:
+        assert self._memory is not None, "start() comes first"
+        assert isinstance(peer, TcpPeer)
+        local = check_block_ids(local_blocks, self._memory.num_blocks, "this rank's")
+        if not len(local):
+            raise ValueError("no blocks are to be received; at least one must be")
+        pull = self._pulls.add(peer, len(local), len(local) * self._memory.block_size_bytes, timeout_s, on_end)
+        peer.receive(pull, local, on_grant)
+        return pull
+
+    def push(self, grant: int, blocks: BlockIds) -> bool:
+        assert self._outboxes is not None, "start() comes first"
+        return self._outboxes.push(grant, blocks)
+
+    def revoke(self, grant: int) -> None:
+        assert self._outboxes is not None, "start() comes first"
+        self._outboxes.revoke(grant)
 
     def stats(self) -> TransportStats:
         return self._pulls.stats()
@@ -169,9 +205,10 @@ class TcpTransport:
         deadline = time.monotonic() + timeout_s
         with self._lock:
             self._is_closed = True
-            peers, threads = list(self._peers), list(self._threads)
-        for peer in peers:
-            peer.close()
+            all_connections, threads = list(self._connections), list(self._threads)
+        for connections in all_connections:
+            connections.close()
+        self._pulls.stop_all(None, FailureReason.PEER_LOST, "the transport is being closed")
         if self._server is not None:
             self._server.close(deadline)
             # It refers to this object, and this one to the pool: without the cycle the mapping goes at once.

@@ -19,7 +19,7 @@ import kv_transfer.tcp_peer
 import kv_transfer.tcp_transport
 from kv_transfer.shm_transport import ShmAddress
 from kv_transfer.socket_server import receive_exactly, receive_frame, send_frame
-from kv_transfer.tcp_peer import STATUS, PullRequest, TcpAddress
+from kv_transfer.tcp_requests import STATUS, PullRequest, TcpAddress
 from kv_transfer.transport import Endpoint, FailureReason, TransferError
 from kv_transfer.wire import NONCE_BYTES, ClientHandshake, Proof, frame
 from tests.kv_transfer.transport_rig import SECRET, Case, LocalPeer, Rank, assert_has, closing, wait_until
