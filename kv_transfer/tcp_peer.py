@@ -20,7 +20,7 @@ MAX_RECEIVES_PER_PEER = 64
 """At a time; further ones wait for their turn."""
 # Of many receives at once few connections are kept: each is a thread of the peer's too, and counts against what the
 # peer takes from everybody.
-MAX_IDLE_RECEIVERS = 4
+MAX_IDLE_RECEIVERS = 2
 
 
 class TcpPeer:

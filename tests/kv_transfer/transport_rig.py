@@ -48,6 +48,8 @@ class Case:
 class PeerProcess:
     """A peer in a process of its own. Skips the test if its transport does not work here."""
 
+    program = "tests.kv_transfer.transport_peer"
+
     def __init__(
         self,
         case: Case,
@@ -68,7 +70,7 @@ class PeerProcess:
         }
         self.seed = seed
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.kv_transfer.transport_peer", json.dumps(settings)],
+            [sys.executable, "-m", self.program, json.dumps(settings)],
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
