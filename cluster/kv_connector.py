@@ -39,8 +39,9 @@ def make_connector(
         )
     if config.kv_buffer_device not in (None, "cpu"):
         raise ValueError(
-            f"kv_transfer.kv_buffer_device is {config.kv_buffer_device!r}, and every transport here moves host memory; "
-            "set it to 'cpu', or leave it out"
+            f"kv_transfer.kv_buffer_device is {config.kv_buffer_device!r}, and no transport or store here reads or "
+            "writes a device's memory (GPUDirect): KV of a pool on a GPU goes through a mirror in host memory; set it "
+            "to 'cpu', or leave it out"
         )
     context = ConnectorContext(
         config=config,

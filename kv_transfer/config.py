@@ -43,7 +43,9 @@ class KVTransferConfig(BaseModel):
         description="After a failed load: compute what is missing, or end the request with an error.",
     )
     kv_buffer_device: Literal["cpu", "cuda"] | None = Field(
-        default=None, description="Where transports read and write. None: where the pool is, if they can."
+        default=None,
+        description="Where transports read and write: cpu, which is host memory, of a pool on a GPU its mirror there. "
+        "None: cpu. cuda is refused.",
     )
     kv_ip: str | None = Field(
         default=None, min_length=1, description="Address that peers reach this rank by. None: its node's."

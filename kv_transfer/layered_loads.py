@@ -4,6 +4,9 @@ The step waits before each layer until that layer of all blocks has been filled 
 it hears which blocks have not (`finish_step`); no longer than `timeout_s` all in all. **Fence**: the thread reads into
 memory of its own, and copies into the pool under the job's lock, only while the job is not over. So after `finish_step`
 nothing is written for that step, also if the disk hangs; in that case no more loads are begun until it answers.
+
+Where the pool is a mirror of a device's, the first layer waits for all: blocks are brought to the device as a whole,
+once every layer of them has been read.
 """
 
 from __future__ import annotations
@@ -45,7 +48,7 @@ class _Job:
         self.changed = threading.Condition()
         """Over the fields below, and held while blocks are written."""
         self.num_filled = 0
-        """Layers that are there, of all blocks that have not failed."""
+        """Layers that are where the runner computes, of all blocks that have not failed."""
         self.failures: dict[int, StoreFailure] = {}
         """By index of the block."""
         self.is_over = False
@@ -56,6 +59,18 @@ class _Job:
         with self.changed:
             if not self.is_over:
                 memory.blocks[self.blocks[index], where] = content
+
+    def advance(self, num_layers: int, memory: KvMemory) -> None:
+        """So many layers have been filled."""
+        with self.changed:
+            if memory.is_mirror:
+                if num_layers < self.num_layers:
+                    return
+                # None, once the job is over: then all that was not complete has failed.
+                filled = [block for index, block in enumerate(self.blocks) if index not in self.failures]
+                memory.to_device(np.array(filled, np.int32))
+            self.num_filled = num_layers
+            self.changed.notify_all()
 
     def end(self, failure: StoreFailure | None = None) -> None:
         """`failure`: of all blocks that are not complete."""
@@ -171,6 +186,7 @@ class LayeredLoads:
 
     def _read(self, job: _Job) -> None:
         opened: dict[int, OpenBlock] = {}
+        assert self._memory is not None
         try:
             for index, block_hash in enumerate(job.hashes):
                 if job.is_over:
@@ -183,9 +199,7 @@ class LayeredLoads:
                     opened[index] = found
             for layer in range(job.num_layers):
                 self._read_layer(job, layer, opened)
-                with job.changed:
-                    job.num_filled = layer + 1
-                    job.changed.notify_all()
+                job.advance(layer + 1, self._memory)
         finally:
             for block in opened.values():
                 block.close()

@@ -18,6 +18,9 @@ class KvMemory:
     count against a container's memory, not against its /dev/shm.
     """
 
+    is_mirror = False
+    """The runner computes elsewhere: `to_host` and `to_device` have work to do."""
+
     def __init__(self, num_blocks: int, block_size_bytes: int) -> None:
         """Raises ValueError for sizes below 1, OSError if there is not so much address space."""
         if num_blocks < 1 or block_size_bytes < 1:

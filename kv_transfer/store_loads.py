@@ -1,7 +1,8 @@
 """Asynchronous loads out of a store: one thread reads, and every load ends by its deadline, also if the store hangs.
 
 **Fence**: the thread reads into memory of its own, and copies from there into the pool under the load's lock, only
-while the load has not ended. So once `LoadFinished` has been posted nothing is written for it any more.
+while the load has not ended. So once `LoadFinished` has been posted nothing is written for it any more, and what it
+counts as loaded is where the runner computes.
 """
 
 from __future__ import annotations
@@ -205,7 +206,9 @@ class AsyncLoads:
             with load.lock:
                 if load.has_ended:
                     return None
-                self._memory.blocks[order.blocks[first : first + count]] = buffer[:count]
+                blocks = order.blocks[first : first + count]
+                self._memory.blocks[blocks] = buffer[:count]
+                self._memory.to_device(blocks)
                 load.num_loaded += count
             if count < len(hashes):
                 return outcome.failure or StoreFailure(StoreReason.MISSING, "the store has lost a block of them")

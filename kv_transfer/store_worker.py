@@ -80,7 +80,7 @@ class StoreWorker:
                 case DropLoad(key):
                     self._loads.drop(key)
                 case StoreKept(key, blocks, hashes):
-                    self._writer.take(self._memory.blocks, blocks, hashes)
+                    self._writer.take(self._memory, blocks, hashes)
                     self._post(SendFinished(key))
 
     def wait_for_layer_load(self, layer: int) -> None:
@@ -99,7 +99,7 @@ class StoreWorker:
             assert self._memory is not None
             for order in cast(StoreMetadata, metadata):
                 if isinstance(order, StoreComputed):
-                    self._writer.take(self._memory.blocks, order.blocks, order.hashes)
+                    self._writer.take(self._memory, order.blocks, order.hashes)
         return invalid
 
     # ---- any thread ----

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from kv_transfer.block_store import BlockArray, BlockIndex, BlockStore, StoreFailure, StoreReason, finite_rows
 from kv_transfer.connector import ConnectorStats
 from kv_transfer.geometry import Geometry
+from kv_transfer.memory import KvMemory
 from kv_transfer.transport import BlockIds
 
 _log = logging.getLogger(__name__)
@@ -52,7 +53,7 @@ class StoreWriter:
         if self._thread is not None:
             self._thread.start()
 
-    def take(self, pool: BlockArray, blocks: BlockIds, hashes: Sequence[bytes]) -> None:
+    def take(self, memory: KvMemory, blocks: BlockIds, hashes: Sequence[bytes]) -> None:
         """Called by the step's thread: when it returns, the pool's blocks are not needed any more."""
         if self._is_closed:
             return
@@ -60,18 +61,20 @@ class StoreWriter:
             self._count(StoreReason.UNAVAILABLE, len(hashes))
             return
         if self._store.is_local:
+            memory.to_host(blocks)
             step = self._store.num_blocks_per_call
             # The last first: of a prefix that does not fit, the beginning is worth more, and should be the newest.
             for first in reversed(range(0, len(hashes), step)):
-                self._put(hashes[first : first + step], pool[blocks[first : first + step]])
+                self._put(hashes[first : first + step], memory.blocks[blocks[first : first + step]])
             return
         with self._lock:
             count = min(len(hashes), max(self._max_num_staged - self._num_staged, 0))
             self._num_staged += count
         self._count(StoreReason.BACKLOG, len(hashes) - count)
         if count:
+            memory.to_host(blocks[:count])
             self._index.begin_storing(hashes[:count])
-            self._queue.put((hashes[:count], pool[blocks[:count]]))
+            self._queue.put((hashes[:count], memory.blocks[blocks[:count]]))
 
     def add_to(self, stats: ConnectorStats) -> None:
         with self._lock:

@@ -2,7 +2,8 @@
 
 Owns the weights, the KV pool and the persistent batch of one rank. Nothing here has a thread or a lock: a rank calls
 `load` before it starts its threads, then `execute` once per step, always from one thread (`rank-steps`, or with async
-scheduling `rank-executor`); torch parallelizes inside its kernels. The persistent batch gets its tokens here, not from
+scheduling `rank-executor`); torch parallelizes inside its kernels. Only the pool's mirror in host memory (`kv_mirror`),
+of a pool on a device, is called by threads of a KV connector. The persistent batch gets its tokens here, not from
 the scheduler, so that a plan may be made before the result of the one before it is known.
 
 A request's way through a step (`torch_runner`): the plan's delta is applied to the persistent batch (`batch`: tokens,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from kv_transfer.memory import KvMemory
+from model_runner.kv_mirror import KvMirror
 
 
 class KvPool:
@@ -28,8 +29,12 @@ class KvPool:
         device: torch.device,
         *,
         shared: bool = False,
+        mirrored: bool = False,
     ) -> None:
-        """`shared`: in a `KvMemory`, which other processes may map."""
+        """`shared`: in a `KvMemory`, which other processes may map.
+
+        That is a copy of the pool (`KvMirror`) if the device has memory of its own; on the CPU too if `mirrored`.
+        """
         self.num_blocks = num_blocks
         self.num_layers = num_layers
         self.block_size = block_size
@@ -38,9 +43,8 @@ class KvPool:
         shape = (num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim)
         self.memory: KvMemory | None = None
         """Of a shared pool."""
-        if shared:
-            if device.type != "cpu":
-                raise ValueError(f"a KV pool on {device} cannot be shared with other processes; serve on the CPU")
+        is_mirrored = mirrored or device.type != "cpu"
+        if shared and not is_mirrored:
             size_bytes = num_layers * 2 * block_size * num_kv_heads * head_dim * dtype.itemsize
             self.memory = KvMemory(num_blocks, size_bytes)
             blocks = torch.frombuffer(self.memory.buffer, dtype=dtype).view(shape)
@@ -48,6 +52,8 @@ class KvPool:
             blocks = torch.empty(shape, dtype=dtype, device=device)
         # Filled, not `torch.zeros`: pages that were never written would only be promised by the system.
         self.blocks = blocks.fill_(0)
+        if shared and is_mirrored:
+            self.memory = KvMirror(self.blocks)
         self.slots = self.blocks.view(num_blocks * num_layers * 2 * block_size, num_kv_heads * head_dim)
         self.pages = self.blocks.view(num_blocks * num_layers * 2, block_size * num_kv_heads * head_dim)
 

@@ -35,12 +35,15 @@ def plan_memory(
     dtype_size_bytes: int,
     available_bytes: int,
     budget_bytes: int | None = None,
+    mirror_available_bytes: int | None = None,
 ) -> MemoryPlan:
     """Blocks for the pool. `budget_bytes`: this rank's part of the memory, None: all of `available_bytes`.
 
+    `mirror_available_bytes`: what is free for the pool's mirror in host memory, None: it needs none.
+
     The pool's size follows from the budget, not from what happens to be free, so that a rank that replaces another
     is like it. Raises ValueError, naming the fields to change, if weights, pool and workspace do not fit into the
-    budget and into what is free now.
+    budget and into what is free now, or the mirror does not fit.
     """
     block_bytes = (
         2 * config.num_hidden_layers * cache.block_size * config.num_key_value_heads * config.head_dim
@@ -75,6 +78,8 @@ def plan_memory(
             f"({_value(cache, wanted, max_model_len)}), max_num_batched_tokens ({scheduler.max_num_batched_tokens}) "
             f"or max_num_seqs ({scheduler.max_num_seqs}), or free memory"
         )
+    if mirror_available_bytes is not None:
+        _check_mirror(plan, cache, mirror_available_bytes)
     return plan
 
 
@@ -111,6 +116,19 @@ def _workspace_size_bytes(
     sampled = min(scheduler.max_num_seqs * (1 + scheduler.num_speculative_tokens), tokens)
     logits = sampled * config.vocab_size * 32
     return activations + indices + chunk + logits
+
+
+def _check_mirror(plan: MemoryPlan, cache: CacheConfig, available_bytes: int) -> None:
+    if plan.pool_size_bytes <= available_bytes:
+        return
+    lower = f"num_blocks ({plan.num_blocks}) to {available_bytes // plan.block_size_bytes}"
+    if cache.memory_gib is not None:
+        lower = f"memory_gib ({cache.memory_gib}) to {available_bytes / GIB:.3g}"
+    raise ValueError(
+        "the mirror of the KV pool in host memory, which the KV connector needs, does not fit: it has the pool's size, "
+        f"{_gib(plan.pool_size_bytes)}, and {_gib(available_bytes)} are free on the host: set {lower} or less, leave "
+        "kv_transfer.kv_connector out, or free host memory"
+    )
 
 
 def _value(cache: CacheConfig, field: str, max_model_len: int) -> int | float | None:

@@ -47,9 +47,11 @@ class TorchRunner:
         max_model_len: int | None = None,
         memory_budget_bytes: int | None = None,
         shared_kv: bool = False,
+        mirrored_kv: bool = False,
     ) -> None:
         """`num_threads` is set for the whole process, None leaves torch's choice; `max_model_len` None: the model's;
-        `memory_budget_bytes` None: what is free on the device; `shared_kv`: the pool can be mapped by other processes.
+        `memory_budget_bytes` None: what is free on the device; `shared_kv`: the pool can be mapped by other processes;
+        `mirrored_kv`: as a copy in host memory also on the CPU, as it is on other devices.
         """
         self._model_dir = model_dir
         self._scheduler = scheduler
@@ -60,6 +62,7 @@ class TorchRunner:
         self._max_model_len = max_model_len
         self._memory_budget_bytes = memory_budget_bytes
         self._shared_kv = shared_kv
+        self._is_kv_mirrored = shared_kv and (mirrored_kv or device != "cpu")
         self.kv_hooks: KvHooks | None = None
         self._model: LlamaModel | None = None
         self._pool: KvPool | None = None
@@ -90,6 +93,7 @@ class TorchRunner:
             dtype_size_bytes=dtype.itemsize,
             available_bytes=torch.cuda.mem_get_info()[0] if device.type == "cuda" else available_memory_bytes(),
             budget_bytes=self._memory_budget_bytes,
+            mirror_available_bytes=available_memory_bytes() if self._is_kv_mirrored else None,
         )
         performance = calibrate(config, dtype, device)
         ignored = frozenset({"lm_head.weight"}) if config.tie_word_embeddings else frozenset[str]()
@@ -104,6 +108,7 @@ class TorchRunner:
             dtype,
             device,
             shared=self._shared_kv,
+            mirrored=self._is_kv_mirrored,
         )
         self._batch = PersistentBatch(
             self._scheduler.max_num_seqs,

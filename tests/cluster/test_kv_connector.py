@@ -12,12 +12,12 @@ from router.control_messages import PoolRole
 GEOMETRY = Geometry("model", "float32", 2, 1, 8, 16, 1, 2 * 2 * 16 * 8 * 4)
 
 
-def capacity(geometry: Geometry | None = GEOMETRY) -> Capacity:
-    return Capacity(8, 16, 4096, 64, 100, frozenset(), "float32", "cpu", "torch", geometry=geometry)
+def capacity(geometry: Geometry | None = GEOMETRY, device: str = "cpu") -> Capacity:
+    return Capacity(8, 16, 4096, 64, 100, frozenset(), "float32", device, "torch", geometry=geometry)
 
 
-def made(geometry: Geometry | None = GEOMETRY, role: PoolRole = PoolRole.MIXED, **config: object):
-    return make_connector(KVTransferConfig(**config), role, "e", "127.0.0.1", b"secret", capacity(geometry))
+def made(geometry: Geometry | None = GEOMETRY, role: PoolRole = PoolRole.MIXED, device: str = "cpu", **config: object):
+    return make_connector(KVTransferConfig(**config), role, "e", "127.0.0.1", b"secret", capacity(geometry, device))
 
 
 def test_without_a_name_there_is_none() -> None:
@@ -30,12 +30,22 @@ def test_both_halves_know_the_same_rank() -> None:
     assert isinstance(connector.scheduler, PullScheduler)
 
 
+@pytest.mark.parametrize("buffer_device", [None, "cpu"])
+def test_a_pool_on_a_gpu_has_one_too(buffer_device: str | None) -> None:
+    assert made(kv_connector="PullConnector", kv_buffer_device=buffer_device, device="cuda") is not None
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_transfers_out_of_a_gpu_s_memory_are_refused_with_the_reason(device: str) -> None:
+    with pytest.raises(ValueError, match=r"kv_buffer_device is 'cuda'.*\(GPUDirect\).*mirror.*set it to 'cpu'"):
+        made(kv_connector="PullConnector", kv_buffer_device="cuda", device=device)
+
+
 @pytest.mark.parametrize(
     ("config", "geometry", "named"),
     [
         ({"kv_connector": "PullConector"}, GEOMETRY, "PullConnector"),
         ({"kv_connector": "PullConnector"}, None, "'torch' does not say what its KV blocks hold"),
-        ({"kv_connector": "PullConnector", "kv_buffer_device": "cuda"}, GEOMETRY, "kv_buffer_device is 'cuda'"),
         ({"kv_connector": "PullConnector", "kv_connector_extra_config": {"lease": 3}}, GEOMETRY, "lease"),
     ],
 )

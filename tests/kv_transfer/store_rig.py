@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from cluster.step_executor import StepExecutor
 from kv_transfer.config import KvRole, KVTransferConfig
@@ -62,13 +63,35 @@ def expected(prompt: list[int], num_tokens: int) -> list[int]:
     return expected_tokens(prompt, num_tokens, VOCAB_SIZE)
 
 
+class MirroredMemory(KvMemory):
+    """As of a pool on a device: what the runner computes in is `device`, and what lies here at first is garbage."""
+
+    is_mirror = True
+
+    def __init__(self, num_blocks: int, block_size_bytes: int) -> None:
+        super().__init__(num_blocks, block_size_bytes)
+        self.device = np.zeros_like(self.blocks)
+        self.blocks[:] = 0xEE
+
+    def to_host(self, block_ids: npt.NDArray[np.int32]) -> None:
+        self.blocks[block_ids] = self.device[block_ids]
+
+    def to_device(self, block_ids: npt.NDArray[np.int32]) -> None:
+        self.device[block_ids] = self.blocks[block_ids]
+
+
 class SharedSimulatedRunner(SimulatedRunner):
     """Its KV lies in a `KvMemory`, and it calls the hooks for each layer, as a runner that computes does."""
 
-    def __init__(self, num_blocks: int, **options: Any) -> None:
+    def __init__(self, num_blocks: int, *, mirrored: bool = False, **options: Any) -> None:
         super().__init__(**options)
-        self._memory = KvMemory(num_blocks, BLOCK_BYTES)
-        self._kv = self._memory.blocks.view(np.uint64)
+        self._memory: KvMemory
+        if mirrored:
+            self._memory = mirror = MirroredMemory(num_blocks, BLOCK_BYTES)
+            self._kv = mirror.device.view(np.uint64)
+        else:
+            self._memory = KvMemory(num_blocks, BLOCK_BYTES)
+            self._kv = self._memory.blocks.view(np.uint64)
 
     def load(self) -> Capacity:
         return dataclasses.replace(super().load(), geometry=geometry())
@@ -219,11 +242,13 @@ def make_engine(
     max_model_len: int = 64,
     role: KvRole = KvRole.BOTH,
     setup: dict[str, Any] | None = None,
+    mirrored: bool = False,
     **config: Any,
 ) -> ConnectedEngine:
     settings = SchedulerConfig(**({"max_num_batched_tokens": 32, "max_num_seqs": 8} | config))
     runner = SharedSimulatedRunner(
         num_blocks,
+        mirrored=mirrored,
         scheduler=settings,
         cache=CacheConfig(num_blocks=num_blocks, block_size=BLOCK_SIZE),
         max_model_len=max_model_len,

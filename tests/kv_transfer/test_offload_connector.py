@@ -152,11 +152,11 @@ def test_models_with_several_groups_are_refused() -> None:
 MakeEngine = Callable[..., ConnectedEngine]
 
 
-@pytest.fixture
-def make() -> Iterator[MakeEngine]:
+@pytest.fixture(params=[False, True], ids=["shared", "mirrored"])
+def make(request: pytest.FixtureRequest) -> Iterator[MakeEngine]:
     with making_engines() as make_any:
         yield lambda size_bytes=1 << 20, **options: make_any(
-            ("OffloadConnector", {"cpu_bytes_to_use": size_bytes}), **options
+            ("OffloadConnector", {"cpu_bytes_to_use": size_bytes}), mirrored=request.param, **options
         )
 
 

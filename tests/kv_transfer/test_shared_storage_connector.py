@@ -26,6 +26,7 @@ from tests.kv_transfer.store_rig import (
     BLOCK_SIZE,
     NUM_LAYERS,
     ConnectedEngine,
+    MirroredMemory,
     context_of,
     damage_block,
     expected,
@@ -319,13 +320,15 @@ class SlowStore(FileStore):
 
 
 @pytest.fixture
-def slow(tmp_path: Path) -> Iterator[tuple[SlowStore, LayeredLoads, KvMemory, KnownBlocks]]:
+def slow(
+    request: pytest.FixtureRequest, tmp_path: Path
+) -> Iterator[tuple[SlowStore, LayeredLoads, KvMemory, KnownBlocks]]:
     index = KnownBlocks()
     store = SlowStore(tmp_path, index)
     store.start()
     store.put(HASHES[:2], blocks(7, 8))
     loads = LayeredLoads(geometry(), store, index, 0.2)
-    memory = KvMemory(4, BLOCK_BYTES)
+    memory = (MirroredMemory if hasattr(request, "param") else KvMemory)(4, BLOCK_BYTES)
     loads.start(memory, lambda event: None)
     yield store, loads, memory, index
     store.go_on.set()
@@ -374,6 +377,49 @@ def test_a_step_that_is_not_computed_ends_its_loads(slow: Any) -> None:
     assert (memory.blocks == 0xEE).all()
 
 
+mirrored = pytest.mark.parametrize("slow", ["mirrored"], indirect=True)
+
+
+@mirrored
+def test_on_a_device_blocks_are_there_as_a_whole_before_the_first_layer(slow: Any) -> None:
+    store, loads, memory, _ = slow
+    loads.begin([LOAD])
+    assert store.reached.wait(5)
+    waiting = threading.Thread(target=loads.wait_for_layer, args=(0,))
+    waiting.start()
+    assert not memory.device.any(), "half of a block"
+    assert waiting.is_alive()
+    store.go_on.set()
+    waiting.join(5)
+    assert (memory.device[1:3] == blocks(7, 8)).all()
+    assert loads.finish_step(was_computed=True) == frozenset()
+
+
+@mirrored
+def test_only_blocks_that_are_complete_come_to_the_device(tmp_path: Path, slow: Any) -> None:
+    store, loads, memory, _ = slow
+    (path,) = tmp_path.rglob(f"{HASHES[1].hex()}.kv")
+    flip_content(path)
+    store.go_on.set()
+    loads.begin([LOAD])
+    loads.wait_for_layer(0)
+    assert (memory.device[1] == 7).all()
+    assert not memory.device[2].any()
+    assert loads.finish_step(was_computed=True) == {2}
+
+
+@mirrored
+@pytest.mark.parametrize("was_computed", [False, True], ids=["not_computed", "late"])
+def test_nothing_comes_to_the_device_for_a_step_that_is_over(slow: Any, was_computed: bool) -> None:
+    store, loads, memory, _ = slow
+    loads.begin([LOAD])
+    assert store.reached.wait(5)
+    assert loads.finish_step(was_computed=was_computed) == {1, 2}
+    store.go_on.set()
+    loads.close(5.0)
+    assert not memory.device.any()
+
+
 def test_more_blocks_than_files_may_be_open(
     tmp_path: Path, slow: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
@@ -394,13 +440,13 @@ def test_more_blocks_than_files_may_be_open(
 MakeEngine = Callable[..., ConnectedEngine]
 
 
-@pytest.fixture
-def make(tmp_path: Path) -> Iterator[MakeEngine]:
+@pytest.fixture(params=[False, True], ids=["shared", "mirrored"])
+def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[MakeEngine]:
     with making_engines() as make_any:
 
         def make(extra: dict[str, Any] | None = None, **options: Any) -> ConnectedEngine:
             settings = {"shared_storage_path": str(tmp_path), "scan_interval_s": 0.02} | (extra or {})
-            return make_any(("SharedStorageConnector", settings), **options)
+            return make_any(("SharedStorageConnector", settings), mirrored=request.param, **options)
 
         yield make
 

@@ -48,6 +48,7 @@ class StoreSoak(soak.Soak):
         num_blocks = 1 + -(-soak.MAX_MODEL_LEN // soak.BLOCK_SIZE) + rng.randint(0, 30)
         self.runner = SharedSimulatedRunner(
             num_blocks,
+            mirrored=seed % 2 == 1,
             scheduler=self.config,
             cache=CacheConfig(num_blocks=num_blocks, block_size=soak.BLOCK_SIZE),
             max_model_len=soak.MAX_MODEL_LEN,

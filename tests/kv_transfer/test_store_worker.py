@@ -19,7 +19,7 @@ from kv_transfer.store_loads import AsyncLoads, LoadCounts
 from kv_transfer.store_scheduler import DropLoad, LoadBlocks, StoreComputed, StoreKept
 from kv_transfer.store_worker import StoreWorker
 from kv_transfer.store_writer import StoreWriter
-from tests.kv_transfer.store_rig import BLOCK_BYTES, PATIENCE_S, Resources, geometry, until
+from tests.kv_transfer.store_rig import BLOCK_BYTES, PATIENCE_S, MirroredMemory, Resources, geometry, until
 
 HASHES = tuple(bytes([number]) * 32 for number in range(1, 9))
 KEY = (0, 1)
@@ -39,6 +39,8 @@ class StallingStore:
         self.has_stopped_at: StoreOutcome | None = None
         self.raises = False
         self.stored: list[bytes] = []
+        self.content: list[int] = []
+        """Of what is stored, the first byte."""
 
     def start(self) -> None:
         """Nothing to begin."""
@@ -54,6 +56,7 @@ class StallingStore:
     def put(self, hashes: Sequence[bytes], blocks: np.ndarray) -> StoreOutcome:
         self._stall()
         self.stored += hashes
+        self.content += blocks[:, 0].tolist()
         return StoreOutcome(len(hashes))
 
     def maintain(self) -> None:
@@ -73,7 +76,9 @@ class StallingStore:
 
 
 class Rig:
-    def __init__(self, dtype: str = "uint64", load_timeout_s: float = PATIENCE_S, num_staged: int = 4) -> None:
+    def __init__(
+        self, dtype: str = "uint64", load_timeout_s: float = PATIENCE_S, num_staged: int = 4, *, mirrored: bool = False
+    ) -> None:
         shape = geometry(dtype=dtype)
         self.store = StallingStore()
         self.index = KnownBlocks()
@@ -82,7 +87,7 @@ class Rig:
         loads = AsyncLoads(shape, store, deadlines, load_timeout_s)
         writer = StoreWriter(shape, store, self.index, num_staged * BLOCK_BYTES)
         self.worker = StoreWorker(shape, store, self.index, loads, writer, deadlines)
-        self.memory = KvMemory(8, BLOCK_BYTES)
+        self.memory = MirroredMemory(8, BLOCK_BYTES) if mirrored else KvMemory(8, BLOCK_BYTES)
         self.memory.blocks[:] = GARBAGE
         self.events: queue.SimpleQueue[ConnectorEvent] = queue.SimpleQueue()
         self.worker.start(self.memory, self.events.put)
@@ -133,6 +138,15 @@ def test_a_load_fills_its_blocks_and_no_others(make: MakeRig) -> None:
     assert (stats.num_loads, stats.num_loaded_bytes, sum(stats.load_seconds)) == (1, 3 * BLOCK_BYTES, 1)
 
 
+def test_what_has_been_loaded_is_on_the_device(make: MakeRig) -> None:
+    rig = make(mirrored=True)
+    assert isinstance(rig.memory, MirroredMemory)
+    rig.store.go_on.set()
+    rig.load(3, 5, 4)
+    assert rig.event() == LoadFinished(KEY)
+    assert rig.memory.device[:, 0].tolist() == [0, 0, 0, 1, 3, 2, 0, 0]
+
+
 def test_loads_are_counted_once() -> None:
     counts, stats = LoadCounts(), ConnectorStats()
     counts.ended(0.5, 10, None)
@@ -155,7 +169,7 @@ def test_what_came_before_a_failure_is_valid(make: MakeRig) -> None:
 
 @pytest.mark.parametrize("how", ["deadline", "dropped", "closed"])
 def test_a_load_that_has_ended_writes_nothing_later(make: MakeRig, how: str) -> None:
-    rig = make(load_timeout_s=0.05 if how == "deadline" else PATIENCE_S)
+    rig = make(load_timeout_s=0.05 if how == "deadline" else PATIENCE_S, mirrored=True)
     rig.load(3, 5, 4)
     until(lambda: rig.store.num_calls == 1, "the store is asked")
     closing = threading.Thread(target=rig.worker.close, args=(PATIENCE_S,))
@@ -175,6 +189,8 @@ def test_a_load_that_has_ended_writes_nothing_later(make: MakeRig, how: str) -> 
         rig.load(6)
         assert isinstance(rig.event(), LoadFinished)
     assert (rig.memory.blocks[3:6] == GARBAGE).all()
+    assert isinstance(rig.memory, MirroredMemory)
+    assert not rig.memory.device[3:6].any()
     assert rig.events.empty(), "a load has ended twice"
 
 
@@ -215,6 +231,21 @@ def test_blocks_are_free_before_the_store_has_taken_them(make: MakeRig) -> None:
     until(lambda: not rig.index.holds(HASHES[0]), "they have been written")
     assert sorted(rig.store.stored) == list(HASHES[:2])
     assert rig.worker.stats().num_stored_blocks == 2
+
+
+@pytest.mark.parametrize("kind", [StoreKept, StoreComputed])
+@pytest.mark.parametrize("is_local", [False, True])
+def test_what_is_stored_comes_from_the_device(
+    make: MakeRig, monkeypatch: pytest.MonkeyPatch, kind: Any, is_local: bool
+) -> None:
+    monkeypatch.setattr(StallingStore, "is_local", is_local)
+    rig = make(mirrored=True)
+    assert isinstance(rig.memory, MirroredMemory)
+    rig.memory.device[:] = np.arange(8, dtype=np.uint8)[:, None]
+    rig.store.go_on.set()
+    step(rig, order(kind, 5, 1, 6))
+    until(lambda: len(rig.store.stored) == 3, "they are stored")
+    assert dict(zip(rig.store.stored, rig.store.content, strict=True)) == dict(zip(HASHES, (5, 1, 6), strict=False))
 
 
 def test_what_does_not_fit_is_left_out_from_the_end(make: MakeRig) -> None:

@@ -75,12 +75,22 @@ def test_configured_pool() -> None:
         (2, {"cache": CacheConfig(num_blocks=9000)}, r"9000 blocks.*lower num_blocks \(9000\)"),
         (2, {"cache": CacheConfig(memory_gib=0.001)}, r"memory_gib \(0\.001\) holds 1 blocks.*raise memory_gib"),
         (9, {"budget_bytes": GIB // 2}, r"0\.50 GiB are there \(this rank's part 0\.50 GiB, free now 9\.00 GiB\)"),
+        (9, {"mirror_available_bytes": GIB}, r"mirror .* 2\.00 GiB, and 1\.00 GiB.*num_blocks \(2912\) to 1456 or"),
+        (
+            9,
+            {"cache": CacheConfig(memory_gib=1.5), "mirror_available_bytes": GIB},
+            r"1\.50 GiB, and 1\.00 GiB are free on the host: set memory_gib \(1\.5\) to 1 or less, leave kv_transfer",
+        ),
         (0.5, {"budget_bytes": 9 * GIB}, r"0\.50 GiB are there \(this rank's part 9\.00 GiB, free now 0\.50 GiB\)"),
     ],
 )
 def test_refusals_say_what_to_change(available_gib: float, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         plan(available_gib, **options)
+
+
+def test_a_mirror_takes_nothing_of_the_device() -> None:
+    assert plan(100, mirror_available_bytes=2 * GIB) == plan(100)
 
 
 def test_untied_head_costs_no_more_than_a_tied_one() -> None:

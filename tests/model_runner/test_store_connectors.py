@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kv_transfer.memory import KvMemory
@@ -57,6 +58,9 @@ class SharedRunner:
     def load(self) -> Capacity:
         self._runner.kv_hooks = None
         self._runner.pool.blocks[1:] = 1000.0
+        memory = self._runner.kv_memory()
+        if memory.is_mirror:
+            memory.blocks.view(np.float32)[:] = 2000.0
         return self._capacity
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -69,7 +73,7 @@ class SharedRunner:
         self._runner.close()
 
 
-def load_runner(model_dir: Path) -> SharedRunner:
+def load_runner(model_dir: Path, *, mirrored: bool = False) -> SharedRunner:
     return SharedRunner(
         TorchRunner(
             model_dir,
@@ -79,6 +83,7 @@ def load_runner(model_dir: Path) -> SharedRunner:
             num_threads=1,
             max_model_len=256,
             shared_kv=True,
+            mirrored_kv=mirrored,
         )
     )
 
@@ -95,6 +100,21 @@ def tiny(tiny_dir: Path) -> Iterator[SharedRunner]:
     runner = load_runner(tiny_dir)
     yield runner
     runner.close()
+
+
+@pytest.fixture(scope="module")
+def mirrored(embedded_dir: Path) -> Iterator[SharedRunner]:
+    """Computes elsewhere than in the memory that connectors read and write."""
+    runner = load_runner(embedded_dir, mirrored=True)
+    yield runner
+    runner.close()
+
+
+@pytest.fixture
+def where(request: pytest.FixtureRequest) -> SharedRunner:
+    """`runner` or `mirrored`."""
+    runner: SharedRunner = request.getfixturevalue(request.param)
+    return runner
 
 
 @pytest.fixture(scope="module")
@@ -170,36 +190,40 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Connector]
 
 
 @pytest.mark.parametrize(
-    ("store", "async_scheduling"),
+    ("where", "store", "async_scheduling"),
     [
-        ("files", False),
-        ("files", True),
-        pytest.param("redis", False, marks=needs_redis),
-        pytest.param("redis", True, marks=needs_redis),
-        ("together", True),
+        ("runner", "files", False),
+        ("runner", "files", True),
+        pytest.param("runner", "redis", True, marks=needs_redis),
+        ("runner", "together", True),
+        ("mirrored", "files", True),
+        pytest.param("mirrored", "redis", False, marks=needs_redis),
+        ("mirrored", "together", True),
     ],
-    indirect=["store"],
+    indirect=["where", "store"],
 )
 def test_a_second_engine_answers_from_the_store(
-    runner: SharedRunner,
+    where: SharedRunner,
     make: MakeEngine,
     store: Connector,
     prompts: list[list[int]],
     right: list[list[int]],
     async_scheduling: bool,
 ) -> None:
-    first = make(runner, store, async_scheduling=async_scheduling, max_num_batched_tokens=48)
+    first = make(where, store, async_scheduling=async_scheduling, max_num_batched_tokens=48)
     assert answers(first, prompts) == right
-    second = make(runner, store, async_scheduling=async_scheduling)
+    second = make(where, store, async_scheduling=async_scheduling)
     assert answers(second, prompts) == right
     assert second.num_computed_tokens() <= sum(len(prompt) % BLOCK_SIZE + NUM_TOKENS for prompt in prompts)
     assert second.worker.stats().num_loads == len(prompts)
     assert second.worker.stats().load_failures == {}
 
 
-@pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.parametrize(
+    ("where", "async_scheduling"), [("runner", False), ("runner", True), ("mirrored", True)], indirect=["where"]
+)
 def test_with_damaged_and_missing_blocks_the_answers_are_the_same(
-    runner: SharedRunner,
+    where: SharedRunner,
     make: MakeEngine,
     tmp_path: Path,
     prompts: list[list[int]],
@@ -207,8 +231,8 @@ def test_with_damaged_and_missing_blocks_the_answers_are_the_same(
     async_scheduling: bool,
 ) -> None:
     store = "SharedStorageConnector", {"shared_storage_path": str(tmp_path), "scan_interval_s": 600.0}
-    assert answers(make(runner, store), prompts) == right
-    second = make(runner, store, async_scheduling=async_scheduling)
+    assert answers(make(where, store), prompts) == right
+    second = make(where, store, async_scheduling=async_scheduling)
     for number, path in enumerate(sorted(tmp_path.rglob("*.kv"))):
         if number % 3 == 0:
             path.unlink()
@@ -219,7 +243,7 @@ def test_with_damaged_and_missing_blocks_the_answers_are_the_same(
     assert answers(second, prompts) == right
     assert sum(second.worker.stats().load_failures.values()) >= 1
     # What it has repaired, others can rely on.
-    third = make(runner, store)
+    third = make(where, store)
     assert answers(third, prompts) == right
     assert third.worker.stats().load_failures == {}
 
