@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 
 from ray import serve
 
 from cluster.config import ClusterConfig
+from cluster.node_plan import Demand, Node, demands
 from cluster.rank import Rank
 from cluster.router_replica import RouterReplica
-from cluster.router_settings import router_settings
 
-APPLICATION_NAME = "serried"
 ROUTER_DEPLOYMENT = "router"
 # Serve counts requests only to hold them back; admission is the ledger's business.
 MAX_ONGOING_REQUESTS = 1_000_000
@@ -29,41 +28,44 @@ def pool_deployment(pool: str) -> str:
 def build(
     config: ClusterConfig,
     *,
-    model_dir: Path,
+    model_path: str | None,
     model_name: str,
     max_model_len: int,
     secret: bytes,
-    num_cores: int,
-    available_bytes: int,
+    nodes: Sequence[Node],
+    environment: Mapping[str, str],
 ) -> serve.Application:
     """Everything that Serve runs, as one application. Importing torch is left to the ranks.
 
-    `available_bytes` is the node's free memory before any rank has started, so that each rank's part of it is the
-    same for the first and for every one that replaces it.
+    `model_path`: as every node finds the model; None: the embedded one. `nodes`: as they are before any rank has
+    started, so that each rank's part of one is the same for the first and for every one that replaces it.
+    `environment`: for the replicas, besides what they have from their node.
     """
+    asked = demands(config, nodes)
+    by_id = {node.node_id: node for node in nodes}
     pools = [
-        _deployment(
-            Rank, pool_deployment(name), settings.num_ranks, num_gpus=1 if settings.device == "cuda" else 0
-        ).bind(
-            config,
-            name,
-            str(model_dir),
-            config.threads_of(name, num_cores),
-            config.memory_budget_of(name, available_bytes),
-            secret,
+        _deployment(Rank, pool_deployment(name), settings.num_ranks, asked[name], environment).bind(
+            config, name, model_path, asked, by_id, secret
         )
         for name, settings in config.pools.items()
     ]
-    settings = router_settings(config, model_dir=model_dir, model_name=model_name, max_model_len=max_model_len)
-    return _deployment(RouterReplica, ROUTER_DEPLOYMENT, config.router.num_routers).bind(settings, secret, pools)
+    # A router is idle most of the time: asking for a whole CPU would take one from a rank.
+    return _deployment(RouterReplica, ROUTER_DEPLOYMENT, config.router.num_routers, Demand(0, 0), environment).bind(
+        config, model_path, model_name, max_model_len, secret, pools
+    )
 
 
-def _deployment(replica: type, name: str, num_replicas: int, *, num_gpus: int = 0) -> serve.Deployment:
+def _deployment(
+    replica: type, name: str, num_replicas: int, asked: Demand, environment: Mapping[str, str]
+) -> serve.Deployment:
     return serve.deployment(replica).options(
         name=name,
         num_replicas=num_replicas,
-        # Ranks share the cores by their number of threads, so Serve has no CPUs to count.
-        ray_actor_options={"num_cpus": 0, "num_gpus": num_gpus},
+        ray_actor_options={
+            "num_cpus": asked.num_cpus,
+            "num_gpus": asked.num_gpus,
+            **({"runtime_env": {"env_vars": dict(environment)}} if environment else {}),
+        },
         max_ongoing_requests=MAX_ONGOING_REQUESTS,
         max_constructor_retry_count=MAX_CONSTRUCTOR_RETRIES,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,

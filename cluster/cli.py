@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -41,7 +42,10 @@ def serve(
     flags: dict[str, object],
 ) -> None:
     """Serve a model over the OpenAI API until Ctrl-C."""
-    settings = _load(config, flags if model is None else {"model.path": model, **flags})
+    overrides = flags if model is None else {"model.path": model, **flags}
+    settings = _load(config, overrides)
+    if settings.ray.address is None and (address := os.environ.get("RAY_ADDRESS")):
+        settings = _load(config, {**overrides, "ray.address": address})
     from cluster.launcher import serve as run
 
     raise typer.Exit(run(settings, Console(highlight=False)))

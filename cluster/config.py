@@ -95,6 +95,36 @@ class RouterConfig(_Section):
         return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
 
+class RayConfig(_Section):
+    """The Ray cluster that everything runs on."""
+
+    address: str | None = Field(
+        default=None,
+        description="auto or HOST:PORT: a running Ray cluster, of which this machine is a node. local: a Ray of our "
+        "own, on this machine. None: what the variable RAY_ADDRESS says, else local.",
+    )
+
+    @field_validator("address")
+    @classmethod
+    def _check_address(cls, address: str | None) -> str | None:
+        if address is None or address in ("local", "auto"):
+            return address
+        if "://" in address:
+            raise ValueError(
+                f"{address!r} is Ray's client protocol or another URL, through which serried cannot run; run it on a "
+                "node of the cluster, with auto or HOST:PORT of its GCS (ray start prints it)"
+            )
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+            raise ValueError(f"{address!r} is not HOST:PORT; give the address that ray start printed, auto, or local")
+        return address
+
+    @property
+    def is_own(self) -> bool:
+        """Ray is started, and stopped, with serried."""
+        return self.address in (None, "local")
+
+
 class ClusterConfig(_Section):
     """Everything `serried serve` needs to know."""
 
@@ -109,6 +139,7 @@ class ClusterConfig(_Section):
     pools: dict[str, PoolConfig] = Field(default={"mixed": PoolConfig()}, min_length=1)
     router: RouterConfig = RouterConfig()
     kv_transfer: KVTransferConfig = KVTransferConfig()
+    ray: RayConfig = RayConfig()
 
     @model_validator(mode="before")
     @classmethod

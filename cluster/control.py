@@ -1,16 +1,14 @@
-"""The control actor: one endpoint that knows which ranks live and how many requests the cluster holds.
+"""The control endpoint: it knows which ranks live and how many requests the cluster holds.
 
-`ControlEndpoint` is the server, on one event loop, without Ray; `ControlActor` puts it into a named Ray actor. Its
+`ControlEndpoint` is the server, on one event loop, without Ray; `control_actor` puts it into a named Ray actor. Its
 state is the ledger and the membership (both pure), and which connection stands for which router or rank; all of it
-is rebuilt from those connections when the actor restarts. Ray's actor calls carry only what happens rarely: asking
-for the address, shutdown, a look at the whole.
+is rebuilt from those connections when the actor restarts.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -38,9 +36,6 @@ from router.ledger import Ledger
 
 logger = logging.getLogger(__name__)
 
-CONTROL_NAME = "control"
-CONTROL_NAMESPACE = "serried"
-
 
 class ProtocolError(Exception):
     """The peer is authenticated but says what makes no sense at this point."""
@@ -61,16 +56,6 @@ class _Rank:
     connection: Connection
     rank_id: str = ""
     boot_id: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class FailedStart:
-    """A rank whose constructor raised."""
-
-    pool: str
-    reason: str
-    is_final: bool
-    """Trying again cannot help: what is wrong is the configuration or the model."""
 
 
 @dataclass(slots=True)
@@ -259,37 +244,3 @@ class ControlEndpoint:
         while True:
             await asyncio.sleep(self.tick_interval_s)
             self.tick()
-
-
-class ControlActor:
-    """The endpoint as a Ray actor: named `control`, restarted by Ray if it dies, found by name."""
-
-    def __init__(self, scheduler: SchedulerConfig, secret: bytes, host: str) -> None:
-        self._endpoint = ControlEndpoint(scheduler, secret)
-        self._host = host
-        self._port: int | None = None
-        self._start_lock = asyncio.Lock()
-        self._failed_starts: list[FailedStart] = []
-
-    async def address(self) -> tuple[str, int]:
-        """Where the endpoint listens, in this incarnation of the actor."""
-        async with self._start_lock:
-            if self._port is None:
-                self._port = await self._endpoint.start(self._host)
-            return self._host, self._port
-
-    async def begin_shutdown(self) -> int:
-        """Routers end every stream with an error event and refuse what comes; returns how many were told."""
-        return self._endpoint.begin_shutdown()
-
-    async def report_failed_start(self, pool: str, reason: str, is_final: bool) -> None:
-        """A rank could not start; `is_final`: nor would another attempt."""
-        self._failed_starts.append(FailedStart(pool, reason, is_final))
-
-    async def snapshot(self) -> dict[str, Any]:
-        """Members, counts and connections, in plain values; this process; the failed starts, oldest first."""
-        return {**self._endpoint.snapshot(), "pid": os.getpid(), "failed_starts": self._failed_starts}
-
-    async def check_integrity(self) -> None:
-        """Raises AssertionError if the books are wrong."""
-        self._endpoint.check_integrity()

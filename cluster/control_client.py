@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import socket
 from typing import Any
 
 import ray
 
-from cluster.control import CONTROL_NAME, CONTROL_NAMESPACE
+from cluster.control_actor import CONTROL_NAME, CONTROL_NAMESPACE
+from cluster.environment import LOOPBACK
 
 
 class ControlClient:
@@ -20,7 +22,9 @@ class ControlClient:
         host, port = await self._actor.address.remote()
         return host, port
 
-    async def report_failed_start(self, pool: str, error: Exception) -> None:
-        """A rank of `pool` could not start. Serve only tries again, and who started the cluster wants the reason."""
+    async def report_failed_start(self, part: str, error: Exception) -> None:
+        """A `part` could not start. Serve only tries again, and who started the cluster wants the reason."""
         is_final = isinstance(error, ValueError | FileNotFoundError)
-        await self._actor.report_failed_start.remote(pool, f"{type(error).__name__}: {error}", is_final)
+        node = ray.util.get_node_ip_address()
+        where = "" if node == LOOPBACK else f"on node {node} ({socket.gethostname()}): "
+        await self._actor.report_failed_start.remote(part, f"{where}{type(error).__name__}: {error}", is_final)

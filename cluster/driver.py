@@ -1,4 +1,4 @@
-"""The process that starts Ray and the cluster on it, waits, and takes both down in order.
+"""The process that starts Ray, or joins one that runs, and the cluster on it; waits; ends in order what it started.
 
 A child of the supervisor (`launcher.py`): it reads one `DriverRequest` from its standard input, whose end means that
 the supervisor is gone; SIGTERM means stop. It lives in a session of its own, so that a terminal's Ctrl-C reaches
@@ -20,7 +20,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,10 +31,14 @@ from pydantic import BaseModel, ConfigDict
 from rich.console import Console
 
 from cluster.config import ClusterConfig
-from cluster.control import FailedStart
-from cluster.environment import LOOPBACK, num_cores
+from cluster.control_actor import ControlActor, FailedStart
+from cluster.existing_ray import ExistingRay
+from cluster.node_plan import demands, missing
+from cluster.own_ray import OwnRay
 from cluster.processes import RUN_ID_VARIABLE, kill_run
 from cluster.progress import Progress
+from cluster.ray_host import RayHost
+from cluster.start_errors import HaProxyError, StartError, last_line
 
 EXIT_STOPPED = 0
 EXIT_FAILED = 1
@@ -52,6 +57,14 @@ CALL_TIMEOUT_S = 30.0
 SHUTDOWN_TIMEOUT_S = 7.0
 SERVE_SHUTDOWN_TIMEOUT_S = 3.5
 RAY_SHUTDOWN_TIMEOUT_S = 2.0
+# Nothing can be killed there to be done in time, so Serve is given more of it.
+EXISTING_SHUTDOWN_TIMEOUT_S = 20.0
+EXISTING_SERVE_SHUTDOWN_TIMEOUT_S = 15.0
+
+
+def shutdown_timeout_s(config: ClusterConfig) -> float:
+    """How long the driver takes for an orderly end, at most."""
+    return SHUTDOWN_TIMEOUT_S if config.ray.is_own else EXISTING_SHUTDOWN_TIMEOUT_S
 
 
 class DriverRequest(BaseModel):
@@ -64,14 +77,6 @@ class DriverRequest(BaseModel):
     ha_proxy: bool
     elapsed_s: float
     """Seconds since the user's command, for the progress lines."""
-
-
-class StartError(Exception):
-    """The cluster did not come up; the message says why and what to do."""
-
-
-class HaProxyError(Exception):
-    """HAProxy was asked for and does not start, or does not answer on the HTTP port."""
 
 
 class _Stopped(Exception):
@@ -94,22 +99,32 @@ class Driver:
             Console(stderr=False, highlight=False), started_at=time.monotonic() - request.elapsed_s
         )
         self._control: Any = None
+        self._ray: RayHost = (
+            OwnRay(self._config.router, request.run_dir, request.ha_proxy)
+            if self._config.ray.is_own
+            else ExistingRay(self._config, self._progress)
+        )
 
     def run(self) -> int:
         """Start, serve until told to stop, shut down. Returns the exit status."""
+        status = EXIT_STOPPED
         try:
             self._start()
         except StartError as error:
             self._progress.line(f"cannot start: {error}", style="red")
-            return EXIT_FAILED
+            status = EXIT_FAILED
         except HaProxyError as error:
             self._progress.line(f"HAProxy: {error}", style="yellow")
-            return EXIT_NO_HA_PROXY
+            status = EXIT_NO_HA_PROXY
         except _Stopped:
-            return EXIT_STOPPED
-        self._stop.wait()
-        self._shut_down()
-        return EXIT_STOPPED
+            pass
+        else:
+            self._stop.wait()
+            self._shut_down()
+            return status
+        if self._ray.outlives_driver:
+            self._shut_down()
+        return status
 
     def _start(self) -> None:
         with ThreadPoolExecutor(2, thread_name_prefix="start") as pool:
@@ -121,11 +136,13 @@ class Driver:
             # Ray's start is mostly waiting for its processes: time enough to import what comes next.
             pool.submit(importlib.import_module, "cluster.application")
             with self._progress.stage("Ray"):
-                self._start_ray()
+                self._ray.connect()
+                # Ray installs a handler of its own, which would end this process without an orderly shutdown.
+                signal.signal(signal.SIGTERM, lambda *_: self._stop.set())
             self._check_stop()
             secret = secrets.token_bytes(32)
             with self._progress.stage("control actor and Serve"):
-                self._start_control(secret)
+                self._control = self._ray.start_control(ControlActor, self._config.scheduler, secret)
                 serving = pool.submit(self._start_serve)
                 self._await_controller(serving)
             served = model.result()
@@ -133,8 +150,8 @@ class Driver:
                 self._deploy(served, secret)
                 self._await_members(serving)
         with self._progress.stage("HTTP"):
-            self._await_http()
-        self._announce(served.name)
+            url = self._await_http()
+        self._announce(served.name, url)
 
     def _resolve_model(self) -> _Model:
         from model_runner.embedded import EMBEDDED_NAME, resolve_model
@@ -152,51 +169,14 @@ class Driver:
             raise StartError(str(error)) from None
         return _Model(model_dir, name, settings.max_model_len or longest)
 
-    def _start_ray(self) -> None:
-        from cluster.ray_head import start_ray
-
-        start_ray(self._request.run_dir / "ray", num_cpus=max(2, num_cores()))
-        # Ray installs a handler of its own, which would end this process without an orderly shutdown.
-        signal.signal(signal.SIGTERM, lambda *_: self._stop.set())
-
-    def _start_control(self, secret: bytes) -> None:
-        import ray
-
-        from cluster.control import CONTROL_NAME, CONTROL_NAMESPACE, ControlActor
-
-        self._control = (
-            ray.remote(ControlActor)
-            .options(
-                name=CONTROL_NAME,
-                namespace=CONTROL_NAMESPACE,
-                get_if_exists=True,
-                num_cpus=0,
-                max_restarts=-1,
-                max_concurrency=1000,
-            )
-            .remote(self._config.scheduler, secret, LOOPBACK)
-        )
-
     def _start_serve(self) -> None:
         import logging
 
-        from ray import serve
+        from ray import serve  # noqa: F401  (its import sets the level)
 
         # Serve's own lines would come between ours; what matters in them is asked for below.
         logging.getLogger("ray.serve").setLevel(logging.CRITICAL)
-        try:
-            serve.start(
-                http_options={"host": self._config.router.host, "port": self._config.router.port},
-                logging_config={"enable_access_log": False},
-            )
-        except TimeoutError:
-            # The controller is up and the proxies are slow; `_await_http` has the last word.
-            return
-        except Exception as error:
-            # The controller does start; what fails, in whatever way, is the proxy.
-            if self._request.ha_proxy:
-                raise HaProxyError(_last_line(error)) from error
-            raise StartError(f"Serve's proxy does not start: {_last_line(error)}") from error
+        self._ray.start_serve()
 
     def _await_controller(self, serving: Future[None]) -> None:
         """Wait until Serve's controller answers. `serving`, its start, goes on until the proxies are up as well."""
@@ -209,24 +189,45 @@ class Driver:
 
     def _deploy(self, model: _Model, secret: bytes) -> None:
         from ray import serve
+        from ray.serve.exceptions import RayServeException
 
-        from cluster.application import APPLICATION_NAME, build
-        from model_runner.memory import available_memory_bytes
+        from cluster.application import build
+        from cluster.removal import APPLICATION_NAME
 
+        nodes = self._ray.nodes()
+        for lacking in self._lacking({}):
+            self._progress.line(f"{lacking}; waiting until the cluster has more", style="yellow")
+        path = self._config.model.path
+        # On a machine of our own the ranks need not look it up again; elsewhere each node has its own.
+        model_path = str(path.expanduser().absolute()) if path is not None else None
+        if self._config.ray.is_own:
+            model_path = str(model.path)
         application = build(
             self._config,
-            model_dir=model.path,
+            model_path=model_path,
             model_name=model.name,
             max_model_len=model.max_model_len,
             secret=secret,
-            num_cores=num_cores(),
-            available_bytes=available_memory_bytes(),
+            nodes=nodes,
+            environment=self._ray.environment,
         )
-        serve.run_many(
-            [serve.RunTarget(application, name=APPLICATION_NAME, route_prefix="/")],
-            wait_for_ingress_deployment_creation=False,
-            wait_for_applications_running=False,
-        )
+        try:
+            serve.run_many(
+                [serve.RunTarget(application, name=APPLICATION_NAME, route_prefix="/")],
+                wait_for_ingress_deployment_creation=False,
+                wait_for_applications_running=False,
+            )
+        except RayServeException as error:
+            raise StartError(
+                f"Serve refuses the application: {last_line(error)}; another application that is at `/` has to go, or "
+                "to get another route_prefix"
+            ) from error
+
+    def _lacking(self, num_ready: Mapping[str, int]) -> list[str]:
+        """For which ranks, besides those of each pool that are ready, Ray has no room now; a sentence a pool."""
+        nodes = self._ray.nodes()
+        left = {pool: settings.num_ranks - num_ready.get(pool, 0) for pool, settings in self._config.pools.items()}
+        return [str(each) for each in missing(demands(self._config, nodes), left, nodes)]
 
     def _await_members(self, serving: Future[None]) -> None:
         """Wait until every rank is a member, Serve calls the application running, and its start is over."""
@@ -238,7 +239,7 @@ class Driver:
             snapshot = ray.get(self._control.snapshot.remote(), timeout=CALL_TIMEOUT_S)
             failed: list[FailedStart] = snapshot["failed_starts"]
             for final in (failure for failure in failed if failure.is_final):
-                raise StartError(f"a rank of pool {final.pool} cannot start: {final.reason}")
+                raise StartError(f"a {final.part} cannot start: {final.reason}")
             if len(snapshot["members"]) != num_ready:
                 num_ready = len(snapshot["members"])
                 self._progress.line(f"ranks ready: {num_ready} of {self._config.num_ranks}")
@@ -249,9 +250,10 @@ class Driver:
                 if state == "RUNNING" and num_ready >= self._config.num_ranks:
                     return
             if time.monotonic() > deadline:
+                ready = Counter(member["pool"] for member in snapshot["members"])
                 raise StartError(
                     f"after {START_TIMEOUT_S:.0f} s {num_ready} of {self._config.num_ranks} ranks are ready and Serve "
-                    f"says {state}"
+                    f"says {state}" + "".join(f"; {lacking}" for lacking in self._lacking(ready))
                 )
             self._pause()
 
@@ -259,7 +261,7 @@ class Driver:
         """Serve's word for the application. Raises StartError, with the best reason there is, if it gave up."""
         from ray import serve
 
-        from cluster.application import APPLICATION_NAME
+        from cluster.removal import APPLICATION_NAME
 
         application = serve.status().applications.get(APPLICATION_NAME)
         if application is None:
@@ -267,42 +269,33 @@ class Driver:
         if application.status not in ("DEPLOY_FAILED", "UNHEALTHY"):
             return str(application.status.value)
         if failed:
-            raise StartError(f"ranks of pool {failed[-1].pool} failed {len(failed)} times: {failed[-1].reason}")
+            raise StartError(f"{len(failed)} starts failed, the last one of a {failed[-1].part}: {failed[-1].reason}")
         messages = [f"{name}: {found.message}" for name, found in application.deployments.items() if found.message]
         raise StartError("Serve gave up. " + "\n".join(messages or [application.message]))
 
-    def _await_http(self) -> None:
-        """Wait for `/ready` on the port that was asked for."""
+    def _await_http(self) -> str:
+        """Wait for `/ready` behind the port that was asked for; returns the URL that answers."""
         deadline = time.monotonic() + HTTP_TIMEOUT_S
-        while (last := self._ask_ready()) != 200:
+        last: int | None = None
+        while True:
+            addresses = self._ray.http_addresses()
+            for host, port in addresses:
+                if (last := _ask_ready(host, port)) == 200:
+                    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
             if time.monotonic() > deadline:
                 if self._request.ha_proxy:
                     raise HaProxyError(f"no answer to /ready within {HTTP_TIMEOUT_S:.0f} s")
+                asked = ", ".join(f"{host}:{port}" for host, port in addresses) or "no address: Serve has no proxy"
                 raise StartError(
-                    f"/ready on port {self._config.router.port} did not say ready within {HTTP_TIMEOUT_S:.0f} s "
+                    f"/ready did not say ready within {HTTP_TIMEOUT_S:.0f} s on {asked} "
                     f"({'no answer' if last is None else f'status {last}'})"
+                    + ("" if self._config.ray.is_own else "; with --host 0.0.0.0 every node's proxy can be reached")
                 )
             self._pause()
 
-    def _ask_ready(self) -> int | None:
-        """Status of `GET /ready`, None without an answer."""
-        host = self._config.router.host
-        connection = http.client.HTTPConnection(
-            LOOPBACK if host == "0.0.0.0" else host, self._config.router.port, timeout=2
-        )
-        try:
-            connection.request("GET", "/ready")
-            return connection.getresponse().status
-        except (OSError, http.client.HTTPException):
-            return None
-        finally:
-            connection.close()
-
-    def _announce(self, model_name: str) -> None:
+    def _announce(self, model_name: str, url: str) -> None:
         import ray
 
-        host, port = self._config.router.host, self._config.router.port
-        url = f"http://{LOOPBACK if host == '0.0.0.0' else host}:{port}"
         members = ray.get(self._control.snapshot.remote(), timeout=CALL_TIMEOUT_S)["members"]
         run = {
             "url": url,
@@ -324,18 +317,16 @@ class Driver:
         print(f"\n  curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' -d {body}\n", flush=True)
 
     def _shut_down(self) -> None:
-        import ray
-        from ray import serve
-
         self._progress.line("stopping: ending streams, then Serve, then Ray")
-        ray_ends_by = time.monotonic() + SHUTDOWN_TIMEOUT_S
-        serve_ends_by = ray_ends_by - RAY_SHUTDOWN_TIMEOUT_S
+        is_own = self._config.ray.is_own
+        ends_by = time.monotonic() + shutdown_timeout_s(self._config)
+        serve_ends_by = ends_by - RAY_SHUTDOWN_TIMEOUT_S
+        serve_takes = SERVE_SHUTDOWN_TIMEOUT_S if is_own else EXISTING_SERVE_SHUTDOWN_TIMEOUT_S
         with contextlib.suppress(Exception):
-            self._end_streams(serve_ends_by - SERVE_SHUTDOWN_TIMEOUT_S)
+            self._end_streams(serve_ends_by - serve_takes)
         # Ray tells of each actor that ends, on this process's output, as of a failure.
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            _by(serve_ends_by, serve.shutdown)
-            _by(ray_ends_by, ray.shutdown)
+            self._ray.shut_down(serve_ends_by, ends_by)
 
     def _end_streams(self, deadline: float) -> None:
         """Have the routers end their streams, and wait until no request is left."""
@@ -357,30 +348,25 @@ class Driver:
             raise _Stopped
 
 
-def _last_line(error: Exception) -> str:
-    """Ray's errors carry the traceback of the other process; its last line says what happened."""
-    return str(error).strip().rpartition("\n")[2]
+def _ask_ready(host: str, port: int) -> int | None:
+    """Status of `GET /ready`, None without an answer."""
+    connection = http.client.HTTPConnection(host, port, timeout=2)
+    try:
+        connection.request("GET", "/ready")
+        return connection.getresponse().status
+    except (OSError, http.client.HTTPException):
+        return None
+    finally:
+        connection.close()
 
 
-def _by(deadline: float, action: Callable[[], object]) -> None:
-    """Run `action`, but do not wait for it any longer than this: what it leaves behind is killed afterwards."""
-
-    def attempt() -> None:
-        with contextlib.suppress(Exception):
-            action()
-
-    thread = threading.Thread(target=attempt, daemon=True)
-    thread.start()
-    thread.join(max(0.0, deadline - time.monotonic()))
-
-
-def _watch_supervisor(run_dir: Path, stop: threading.Event, orphaned: threading.Event) -> None:
+def _watch_supervisor(request: DriverRequest, stop: threading.Event, orphaned: threading.Event) -> None:
     """Blocks until the supervisor is gone; then this process has to clean up after itself, on time."""
     sys.stdin.buffer.read()
     orphaned.set()
     stop.set()
-    time.sleep(SHUTDOWN_TIMEOUT_S)
-    _clean_up(run_dir)
+    time.sleep(shutdown_timeout_s(request.config))
+    _clean_up(request.run_dir)
     os._exit(EXIT_FAILED)
 
 
@@ -393,9 +379,7 @@ def main() -> None:
     request = DriverRequest.model_validate_json(sys.stdin.buffer.readline())
     stop, orphaned = threading.Event(), threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
-    threading.Thread(
-        target=_watch_supervisor, args=(request.run_dir, stop, orphaned), name="supervisor", daemon=True
-    ).start()
+    threading.Thread(target=_watch_supervisor, args=(request, stop, orphaned), name="supervisor", daemon=True).start()
     status = Driver(request, stop).run()
     if orphaned.is_set():
         _clean_up(request.run_dir)

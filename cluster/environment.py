@@ -100,6 +100,7 @@ def run_environment(
 
     With `ha_proxy` there is a program `run_dir / HA_PROXY_SCRIPT` (see `write_ha_proxy_script`).
     """
+    base = {name: value for name, value in base.items() if name != "RAY_ADDRESS"}
     proxy_dir = run_dir / "hap"
     metrics_port, stats_port, fallback_port = free_ports(3)
     switch = "1" if ha_proxy else "0"
@@ -145,6 +146,19 @@ def run_environment(
         "OMP_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
         # Nothing here fetches a model by name; a library that tries would hang on a machine without network.
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def client_environment(base: Mapping[str, str], *, run_id: str) -> dict[str, str]:
+    """`base` with what the driver needs on a Ray cluster that runs: how that is set up is for it to say."""
+    return {
+        **base,
+        RUN_ID_VARIABLE: run_id,
+        "RAY_SERVE_LOG_TO_STDERR": "0",
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",
     }

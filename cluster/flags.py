@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from typer.core import TyperCommand
 
-from cluster.config import CPU_SCHEDULER_DEFAULTS, ModelConfig, PoolConfig, RouterConfig
+from cluster.config import CPU_SCHEDULER_DEFAULTS, ModelConfig, PoolConfig, RayConfig, RouterConfig
 from kv_transfer.config import KVTransferConfig
 from rank_scheduler.config import CacheConfig, SchedulerConfig, SpeculativeConfig
 
@@ -28,6 +28,7 @@ _SECTIONS: tuple[tuple[str, type[BaseModel], str], ...] = (
     ("scheduler", SchedulerConfig, "Scheduler: steps"),
     ("scheduler.speculative", SpeculativeConfig, "Speculative decoding"),
     ("kv_transfer", KVTransferConfig, "KV transfer"),
+    ("ray", RayConfig, "Ray"),
 )
 _SCHEDULER_PANELS: dict[str, tuple[str, ...]] = {
     "Scheduler: order and admission": (
@@ -130,8 +131,8 @@ def _is_simple(kind: object) -> bool:
 def _flag_name(section: str, key: str) -> str:
     if section == "scheduler.speculative":
         return "speculative_" + key.replace("speculative_", "")
-    # The model's name is the one key that says nothing without its section.
-    return "model_name" if (section, key) == ("model", "name") else key
+    # These keys say nothing without their section.
+    return f"{section}_{key}" if (section, key) in {("model", "name"), ("ray", "address")} else key
 
 
 def _flags() -> Iterator[Flag]:

@@ -22,17 +22,19 @@ from typing import Literal, Self
 from rich.console import Console
 
 from cluster.config import ClusterConfig
+from cluster.control_actor import LEASE_S
 from cluster.driver import (
     EXIT_FAILED,
     EXIT_NO_HA_PROXY,
     EXIT_STOPPED,
     RUN_FILE,
-    SHUTDOWN_TIMEOUT_S,
     DriverRequest,
+    shutdown_timeout_s,
 )
 from cluster.environment import (
     HA_PROXY_SCRIPT,
     check_port,
+    client_environment,
     ha_proxy_binary,
     num_cores,
     run_environment,
@@ -43,7 +45,7 @@ from cluster.processes import kill_run
 from cluster.progress import Progress
 
 # The driver's own deadline comes first; then there is time left for its exit.
-STOP_TIMEOUT_S = SHUTDOWN_TIMEOUT_S + 1.0
+STOP_MARGIN_S = 1.0
 KILL_TIMEOUT_S = 5.0
 # Ray and HAProxy put unix sockets up to 90 characters below the run's directory; the system allows 107 in all.
 MAX_TEMP_DIR_LENGTH = 20
@@ -56,6 +58,9 @@ def serve(config: ClusterConfig, console: Console) -> int:
     """Run a cluster until it is told to stop; returns the exit status of the command."""
     progress = Progress(console)
     started_at = time.monotonic()
+    if not config.ray.is_own:
+        with SignalWatch() as watch:
+            return _run_once(config, False, progress, started_at, watch)
     if problem := check_port(config.router.host, config.router.port):
         progress.line(problem, style="red")
         return EXIT_FAILED
@@ -89,11 +94,13 @@ def _run_once(config: ClusterConfig, ha_proxy: bool, progress: Progress, started
     try:
         if ha_proxy:
             write_ha_proxy_script(run_dir / HA_PROXY_SCRIPT, ha_proxy_binary())
+        environment = (
+            run_environment(os.environ, run_id=run_id, run_dir=run_dir, ha_proxy=ha_proxy, num_cores=num_cores())
+            if config.ray.is_own
+            else client_environment(os.environ, run_id=run_id)
+        )
         driver = subprocess.Popen(
-            [sys.executable, "-m", "cluster.driver"],
-            stdin=subprocess.PIPE,
-            env=run_environment(os.environ, run_id=run_id, run_dir=run_dir, ha_proxy=ha_proxy, num_cores=num_cores()),
-            start_new_session=True,
+            [sys.executable, "-m", "cluster.driver"], stdin=subprocess.PIPE, env=environment, start_new_session=True
         )
         request = DriverRequest(
             config=config, run_dir=run_dir, ha_proxy=ha_proxy, elapsed_s=time.monotonic() - started_at
@@ -101,7 +108,7 @@ def _run_once(config: ClusterConfig, ha_proxy: bool, progress: Progress, started
         assert driver.stdin is not None
         driver.stdin.write(request.model_dump_json().encode() + b"\n")
         driver.stdin.flush()
-        return _supervise(driver, run_dir, progress, watch)
+        return _supervise(config, driver, run_dir, progress, watch)
     finally:
         if driver is not None and driver.poll() is None:
             driver.kill()
@@ -111,28 +118,30 @@ def _run_once(config: ClusterConfig, ha_proxy: bool, progress: Progress, started
         shutil.rmtree(run_dir, ignore_errors=True)
 
 
-def _supervise(driver: subprocess.Popen[bytes], run_dir: Path, progress: Progress, watch: SignalWatch) -> int:
+def _supervise(
+    config: ClusterConfig, driver: subprocess.Popen[bytes], run_dir: Path, progress: Progress, watch: SignalWatch
+) -> int:
     """Wait for the driver's end. After a return it may still live: in a hurry, or because it was too slow."""
     watch.follow(driver.pid)
     if watch.wait(None) == "exit":
         status = driver.wait()
         if status not in (EXIT_STOPPED, EXIT_FAILED, EXIT_NO_HA_PROXY):
-            progress.line(
-                f"the driver process ended unexpectedly (status {status}); everything was stopped", style="red"
-            )
+            fate = "everything was stopped" if config.ray.is_own else f"what it started is removed in {LEASE_S:.0f} s"
+            progress.line(f"the driver process ended unexpectedly (status {status}); {fate}", style="red")
             return EXIT_FAILED
         return status
-    if not (run_dir / RUN_FILE).exists():
+    if config.ray.is_own and not (run_dir / RUN_FILE).exists():
         progress.line("stopped while starting")
         return EXIT_STOPPED
     driver.terminate()
-    match watch.wait(STOP_TIMEOUT_S):
+    stop_timeout_s = shutdown_timeout_s(config) + STOP_MARGIN_S
+    match watch.wait(stop_timeout_s):
         case "exit":
             progress.line("stopped")
         case "signal":
-            progress.line("stopped in a hurry")
+            progress.line("stopped in a hurry" + ("" if config.ray.is_own else f"; the rest goes in {LEASE_S:.0f} s"))
         case "timeout":
-            progress.line(f"not stopped within {STOP_TIMEOUT_S:.0f} s; killing what is left", style="yellow")
+            progress.line(f"not stopped within {stop_timeout_s:.0f} s; killing what is left", style="yellow")
     return EXIT_STOPPED
 
 

@@ -6,16 +6,21 @@ Requests do not come through Serve's handles; what Serve does is start it, ask f
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
+import logging
 from typing import Any
 
 import ray
 
 from cluster.config import ClusterConfig
 from cluster.control_client import ControlClient
+from cluster.node_plan import Demand, Node, shares
+from cluster.node_survey import node_here
 from cluster.rank_server import RankServer
 from cluster.serve_grpc import keep_on_loopback
+from model_runner.embedded import resolve_model
 from rank_scheduler.interface import PauseState
+
+logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 2.0
@@ -29,30 +34,31 @@ class Rank:
         self,
         config: ClusterConfig,
         pool: str,
-        model_dir: str,
-        num_threads: int,
-        memory_budget_bytes: int | None,
+        model_path: str | None,
+        demands: dict[str, Demand],
+        nodes: dict[str, Node],
         secret: bytes,
     ) -> None:
-        """`memory_budget_bytes`: this rank's part of its device's memory; None: what is free there."""
-        keep_on_loopback()
+        """`model_path`: on this node; None: the embedded model. `nodes`: those that the cluster began with, by id."""
+        if config.ray.is_own:
+            keep_on_loopback()
         self._control = ControlClient()
         try:
             # Loading blocks for seconds to minutes; Serve's own calls to this process go on meanwhile.
             self._server = await asyncio.to_thread(
-                self._load_and_start, config, pool, Path(model_dir), num_threads, memory_budget_bytes, secret
+                self._load_and_start, config, pool, model_path, demands, nodes, secret
             )
         except Exception as error:
-            await self._control.report_failed_start(pool, error)
+            await self._control.report_failed_start(f"rank of pool {pool}", error)
             raise
 
     def _load_and_start(
         self,
         config: ClusterConfig,
         pool: str,
-        model_dir: Path,
-        num_threads: int,
-        memory_budget_bytes: int | None,
+        model_path: str | None,
+        demands: dict[str, Demand],
+        nodes: dict[str, Node],
         secret: bytes,
     ) -> RankServer:
         # Whoever deploys this class imports this module, but only a rank needs torch.
@@ -63,15 +69,18 @@ class Rank:
                 f"scheduler.runner_type {config.scheduler.runner_type!r} is not supported by this rank's model runner, "
                 "which generates tokens; set it to 'generate'"
             )
+        node_id = ray.get_runtime_context().get_node_id()
+        share = shares(config, demands, nodes.get(node_id) or node_here())[pool]
+        model_dir = resolve_model(model_path, logger.info)
         runner = TorchRunner(
             model_dir,
             scheduler=config.scheduler,
             cache=config.cache,
             dtype=config.model.dtype,
             device=config.pools[pool].device,
-            num_threads=num_threads,
+            num_threads=share.num_threads,
             max_model_len=config.model.max_model_len,
-            memory_budget_bytes=memory_budget_bytes,
+            memory_budget_bytes=share.memory_budget_bytes,
             shared_kv=config.kv_transfer.kv_connector is not None,
         )
         server = RankServer(
@@ -83,7 +92,7 @@ class Rank:
             secret=secret,
             control_address=self._control.address,
             advertise_host=ray.util.get_node_ip_address(),
-            node_id=ray.get_runtime_context().get_node_id(),
+            node_id=node_id,
             tokenizer_path=model_dir / "tokenizer.json",
             role=config.pools[pool].role,
             kv_transfer=config.kv_transfer,

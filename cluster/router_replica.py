@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
 import uuid
 from typing import Any
@@ -9,10 +11,15 @@ from typing import Any
 from fastapi import FastAPI
 from ray import serve
 
+from cluster.config import ClusterConfig
 from cluster.control_client import ControlClient
+from cluster.router_settings import router_settings
 from cluster.serve_grpc import keep_on_loopback
+from model_runner.embedded import resolve_model
 from router.http_api import build_app
-from router.service import RouterService, RouterSettings
+from router.service import RouterService
+
+logger = logging.getLogger(__name__)
 
 
 @serve.ingress()
@@ -21,13 +28,29 @@ class RouterReplica:
 
     # Serve awaits the constructor.
     async def __init__(  # type: ignore[misc]
-        self, settings: RouterSettings, secret: bytes, pools: list[Any]
+        self,
+        config: ClusterConfig,
+        model_path: str | None,
+        model_name: str,
+        max_model_len: int,
+        secret: bytes,
+        pools: list[Any],
     ) -> None:
-        """`pools` are Serve's handles of the rank deployments: binding them makes both one application."""
-        keep_on_loopback()
-        self._service = RouterService(settings)
+        """`model_path`: on this node, None: the embedded model. `pools` are Serve's handles of the rank deployments:
+        binding them makes both one application."""
+        if config.ray.is_own:
+            keep_on_loopback()
+        control = ControlClient()
+        try:
+            model_dir = await asyncio.to_thread(resolve_model, model_path, logger.info)
+            self._service = RouterService(
+                router_settings(config, model_dir=model_dir, model_name=model_name, max_model_len=max_model_len)
+            )
+        except Exception as error:
+            await control.report_failed_start("router", error)
+            raise
         name = f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
-        await self._service.start(ControlClient().address, secret, name)
+        await self._service.start(control.address, secret, name)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return build_app(self._service)

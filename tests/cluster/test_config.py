@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from typer.testing import CliRunner
 
 from cluster.cli import app
-from cluster.config import ClusterConfig, ConfigError, ModelConfig, PoolConfig, RouterConfig, load_config
+from cluster.config import ClusterConfig, ConfigError, ModelConfig, PoolConfig, RayConfig, RouterConfig, load_config
 from cluster.flags import FLAGS
 from kv_transfer.config import KVTransferConfig
 from rank_scheduler.config import CacheConfig, SchedulerConfig, SpeculativeConfig
@@ -97,6 +97,9 @@ def test_a_flag_for_the_only_pool_needs_one(tmp_path: Path) -> None:
             "{model: {max_model_len: 1024}, scheduler: {enable_chunked_prefill: false}}",
             ["max_num_batched_tokens (512)", "max_model_len (1024)", "enable_chunked_prefill"],
         ),
+        ("ray: {address: 'ray://head:10001'}", ["ray.address", "client protocol", "on a node of the cluster"]),
+        ("ray: {address: head}", ["ray.address", "'head'", "not HOST:PORT", "auto"]),
+        ("ray: {address: 'head:port'}", ["ray.address", "'head:port'", "not HOST:PORT"]),
         ("[1, 2]", ["not a mapping"]),
         ("a: [", ["not valid YAML"]),
     ],
@@ -208,7 +211,10 @@ OTHER_SECTIONS: dict[str, dict[str, Any]] = {
         "kv_port": 14579,
         "engine_id": "e",
     },
+    "ray": {"address": "10.0.0.1:6379"},
 }
+EXAMPLES_DIR = Path(__file__).parents[2] / "examples"
+EXAMPLES = sorted(path.name for path in EXAMPLES_DIR.glob("*.yaml"))
 KEYS: dict[str, Any] = {
     **{f"scheduler.{field}": value for field, (value, _) in CHANGED.items() if field != "speculative"},
     **{f"scheduler.speculative.{field}": value for field, value in SPECULATIVE.items()},
@@ -247,6 +253,7 @@ def default_of(path: str) -> object:
         ("pools.*", PoolConfig, {"role"}),
         ("router", RouterConfig, set()),
         ("kv_transfer", KVTransferConfig, set()),
+        ("ray", RayConfig, set()),
     ],
 )
 def test_every_key_has_a_flag(section: str, declared: type[Any], elsewhere: set[str]) -> None:
@@ -355,11 +362,44 @@ def test_help_shows_every_flag_whole_in_a_narrow_terminal() -> None:
         assert f"\n{flag.panel}:\n" in printed.output
 
 
-def test_the_example_is_a_valid_configuration() -> None:
-    example = Path(__file__).parents[2] / "examples" / "serve.yaml"
-    checked = CliRunner().invoke(app, ["config", "check", str(example)])
-    assert checked.exit_code == 0
-    assert json.loads(checked.stdout)["scheduler"]["max_num_queued_reqs"] == 256
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_every_example_is_a_valid_configuration(name: str) -> None:
+    checked = CliRunner().invoke(app, ["config", "check", str(EXAMPLES_DIR / name)])
+    assert checked.exit_code == 0, checked.output
+    shown = json.loads(checked.stdout)
+    assert shown["scheduler"]["max_num_seqs"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variable", "address"),
+    [
+        ([], None, None),
+        ([], "", None),
+        ([], "auto", "auto"),
+        (["--ray-address", "10.0.0.1:6379"], "auto", "10.0.0.1:6379"),
+        (["--ray-address", "local"], "10.0.0.1:6379", "local"),
+        (["-c", "FILE"], "10.0.0.1:6379", "auto"),
+        (["-c", "FILE", "--ray-address", "local"], None, "local"),
+    ],
+)
+def test_the_flag_goes_before_the_file_and_the_file_before_the_variable(
+    arguments: list[str], variable: str | None, address: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text("ray: {address: auto}")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("RAY_ADDRESS", variable)
+    config = serve_with([str(file) if argument == "FILE" else argument for argument in arguments], monkeypatch)
+    assert config.ray.address == address
+    assert config.ray.is_own == (address in (None, "local"))
+
+
+def test_a_wrong_variable_is_refused_like_a_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "ray://head:10001")
+    called = CliRunner().invoke(app, ["serve"])
+    assert called.exit_code == 2
+    assert "client protocol" in called.output
 
 
 def test_config_check_explains_and_fails(tmp_path: Path) -> None:
@@ -380,7 +420,7 @@ def test_a_bad_flag_is_explained_by_its_key() -> None:
 def test_the_schema_describes_every_section() -> None:
     printed = CliRunner().invoke(app, ["config", "schema"])
     assert printed.exit_code == 0
-    sections = {"model", "cache", "scheduler", "pools", "router", "kv_transfer"}
+    sections = {"model", "cache", "scheduler", "pools", "router", "kv_transfer", "ray"}
     assert set(json.loads(printed.stdout)["properties"]) == sections
 
 

@@ -8,7 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from cluster.control import ControlActor, ControlEndpoint
+from cluster.control import ControlEndpoint
+from cluster.control_actor import ControlActor
 from kv_transfer.connection import Connection, connect
 from kv_transfer.wire import WireError
 from rank_scheduler.config import SchedulerConfig

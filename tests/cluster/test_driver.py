@@ -14,7 +14,6 @@ import pytest
 from cluster import driver
 from cluster.config import ClusterConfig
 from cluster.driver import Driver, DriverRequest
-from cluster.launcher import STOP_TIMEOUT_S
 
 
 def test_an_orderly_end_has_one_deadline_however_much_of_it_hangs(
@@ -66,6 +65,9 @@ def test_an_orderly_end_has_one_deadline_however_much_of_it_hangs(
     assert 0.9 <= ended - started < 5
 
 
-def test_the_supervisor_waits_longer_than_the_driver_takes() -> None:
-    assert STOP_TIMEOUT_S > driver.SHUTDOWN_TIMEOUT_S
-    assert driver.SHUTDOWN_TIMEOUT_S > driver.SERVE_SHUTDOWN_TIMEOUT_S + driver.RAY_SHUTDOWN_TIMEOUT_S
+def test_serve_and_ray_have_their_part_of_an_orderly_end() -> None:
+    for timeout_s, serve_timeout_s in (
+        (driver.SHUTDOWN_TIMEOUT_S, driver.SERVE_SHUTDOWN_TIMEOUT_S),
+        (driver.EXISTING_SHUTDOWN_TIMEOUT_S, driver.EXISTING_SERVE_SHUTDOWN_TIMEOUT_S),
+    ):
+        assert timeout_s > serve_timeout_s + driver.RAY_SHUTDOWN_TIMEOUT_S

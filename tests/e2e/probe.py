@@ -11,8 +11,9 @@ from typing import Any
 import ray
 from ray import serve
 
-from cluster.application import APPLICATION_NAME, pool_deployment
-from cluster.control import CONTROL_NAME, CONTROL_NAMESPACE
+from cluster.application import pool_deployment
+from cluster.control_actor import CONTROL_NAME, CONTROL_NAMESPACE
+from cluster.removal import APPLICATION_NAME
 
 TIMEOUT_S = 30
 
