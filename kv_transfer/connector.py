@@ -115,19 +115,19 @@ class SchedulerConnector(Protocol):
         """
         ...
 
-    def request_computed(self, key: RequestKey, num_tokens: int) -> None:
+    def request_computed(self, key: RequestKey, num_tokens: int, block_ids: npt.NDArray[np.int32]) -> None:
         """The step that is being planned brings the request's computed tokens to `num_tokens`.
 
         Called while its prompt is computed; its blocks are complete up to there once that step has been executed.
+        `block_ids` are all it holds, shape [num_groups, columns]: the scheduler's own table, to be copied if kept.
         """
         ...
 
     def partial_ticket(self, key: RequestKey, num_tokens: int, block_ids: npt.NDArray[np.int32]) -> KvParams | None:
         """What its owner may hear of a request that will hand off, and whose prompt is not computed to its end yet.
 
-        `num_tokens` as in the `request_computed` just before; `block_ids` are all it holds, shape [num_groups,
-        columns]. None: nothing new. The owner hears it once that step has been computed, if the request still has
-        these blocks then; it may lose them at any time.
+        `num_tokens` and `block_ids` as in the `request_computed` just before. None: nothing new. The owner hears
+        it once that step has been computed, if the request still has these blocks then; it may lose them at any time.
         """
         ...
 
@@ -243,6 +243,8 @@ class ConnectorContext:
     secret: bytes
     """The cluster's."""
     geometry: Geometry
+    pool_is_mirrored: bool = False
+    """The runner computes elsewhere: what is read in the pool's `KvMemory` must be brought there first."""
     ports: dict[str, int] = field(default_factory=dict)
     """Filled by worker halves within `start`, by connector: what they listen on. Scheduler halves look it up."""
     common: dict[str, object] = field(default_factory=dict)

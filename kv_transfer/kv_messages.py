@@ -51,6 +51,17 @@ class Rejection(msgspec.Struct, frozen=True, tag="rejection"):
     message: str
 
 
+class PushTo(msgspec.Struct, frozen=True):
+    """Where the blocks go that a reader does not fetch itself."""
+
+    grant: _Id
+    """Of the transport (`kv_transfer.transport.PushTransport`), for as many blocks as there are cells."""
+    num_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
+    """Those wanted: a block is complete with its last token of these."""
+    cells: bytes
+    """The blocks wanted, in the order in which they are sent, int32 little-endian: column * num_groups + group."""
+
+
 class Acquire(msgspec.Struct, frozen=True, tag="acquire"):
     """Begin to read under a lease → `Granted` or `Denied`. `Ready` is told from then on, unless `is_ahead`."""
 
@@ -58,6 +69,8 @@ class Acquire(msgspec.Struct, frozen=True, tag="acquire"):
     lease_id: _Id
     is_ahead: bool = False
     """Read what is ready now, and leave the lease to whoever reads it in the end."""
+    push_to: PushTo | None = None
+    """Send what is wanted, as it gets ready; `Ready` and `Gone` are told until all is sent, also if `is_ahead`."""
 
 
 class Confirm(msgspec.Struct, frozen=True, tag="confirm"):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from typing import cast
 
 from kv_transfer.memory import KvMemory
-from kv_transfer.transport import Endpoint, FailureReason, KvTransport, Peer, TransferError
+from kv_transfer.transport import Endpoint, FailureReason, KvTransport, Peer, PushTransport, TransferError
 from kv_transfer.transports import AUTO, Lane, choose_lanes, connect_lane, make_transport, transports_to_start
 
 _log = logging.getLogger(__name__)
@@ -33,6 +34,12 @@ class Lanes:
                     raise ValueError(f"transport is {name!r}: {error.message}") from error
                 _left_out(name, error)
         return cls(configured, transports)
+
+    def push_transport(self) -> PushTransport:
+        """The only one, which can push."""
+        (transport,) = self._transports.values()
+        assert transport.caps.can_push
+        return cast(PushTransport, transport)
 
     @property
     def endpoints(self) -> list[Endpoint]:

@@ -32,6 +32,7 @@ A lease that its reader gives back while it is open stays until its request has 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from kv_transfer.connector import RequestKey, SendFinished
@@ -91,6 +92,11 @@ class LeaseTable:
 
     def __len__(self) -> int:
         return len(self._leases)
+
+    @property
+    def lease_ids(self) -> Collection[int]:
+        """Those that are held."""
+        return self._leases.keys()
 
     # ---- the request's side ----
 

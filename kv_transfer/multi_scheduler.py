@@ -130,9 +130,9 @@ class MultiScheduler:
         for index, child in enumerate(self._children):
             child.update_state_after_alloc(request, block_ids, num_external_tokens if index == loader else 0)
 
-    def request_computed(self, key: RequestKey, num_tokens: int) -> None:
+    def request_computed(self, key: RequestKey, num_tokens: int, block_ids: npt.NDArray[np.int32]) -> None:
         for child in self._children:
-            child.request_computed(key, num_tokens)
+            child.request_computed(key, num_tokens, block_ids)
 
     def partial_ticket(self, key: RequestKey, num_tokens: int, block_ids: npt.NDArray[np.int32]) -> KvParams | None:
         told = [

@@ -5,6 +5,10 @@ rank, which its router gives the ticket to, takes blocks, reads those that it la
 holder confirm that the lease was held all the while (`leases`, which says why no wrong KV can come of it), and goes on
 with the next token. While the request queues there, its lease is kept alive.
 
+In push mode the decode rank does not ask for blocks again and again: by the first ticket, which comes when the first
+chunk has been computed, it says where all blocks of the prompt go, and the prefill rank sends them as it computes them
+(`pull_pushes`). All the rest, and above all the confirmation at the end, is the same.
+
 `pull_scheduler` decides, and is pure. `pull_worker` is the edge: a thread of its own, with `pull_server` for the
 leases of this rank and `pull_loads` over `pull_client` for those of others. They speak `kv_messages`.
 """
@@ -28,7 +32,7 @@ _LEASE_ID_BITS = 48
 class PullConnector:
     @staticmethod
     def make_scheduler_half(context: ConnectorContext) -> PullScheduler:
-        PullSettings.of(context.config)
+        settings = PullSettings.of(context.config)
         return PullScheduler(
             engine_id=context.engine_id,
             host=context.host,
@@ -37,6 +41,8 @@ class PullConnector:
             produces=context.role is not KvRole.CONSUMER,
             consumes=context.role is not KvRole.PRODUCER,
             first_lease_id=1 + secrets.randbits(_LEASE_ID_BITS),
+            pushes=settings.pushes,
+            shows_blocks=context.pool_is_mirrored,
         )
 
     @staticmethod
@@ -45,6 +51,6 @@ class PullConnector:
         return PullWorker(
             context,
             settings,
-            Lanes.make(settings.transport, context.secret),
+            Lanes.make(settings.lanes, context.secret),
             lambda port: context.ports.update({NAME: port}),
         )

@@ -11,17 +11,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
 from kv_transfer.connector import RequestKey
-from kv_transfer.kv_messages import Acquire, Confirm, Confirmed, Denied, Granted, Reply
+from kv_transfer.kv_messages import Acquire, Confirm, Confirmed, Denied, Granted, PushTo, Reply
 from kv_transfer.pull_client import PeerLink
 from kv_transfer.pull_handshake import Identity
 from kv_transfer.pull_orders import LoadBlocks
 from kv_transfer.ticket import Ticket
-from kv_transfer.transport import BlockIds, FailureReason, TransferEnd, TransferError
+from kv_transfer.transport import BlockIds, FailureReason, PushTransport, TransferEnd, TransferError
 
 _log = logging.getLogger(__name__)
 
@@ -29,6 +29,8 @@ T = TypeVar("T")
 
 # How long beyond its own deadline a transport may take to tell a transfer's end.
 GRACE_S = 2.0
+# A prompt may be computed for long while its blocks come; what is too slow is decided here, by what is ready.
+_MAX_RECEIVE_S = 3600.0
 
 
 class EndedError(Exception):
@@ -97,17 +99,36 @@ class Load:
 
     async def fetch(self, order: LoadBlocks) -> str:
         """Fetch all blocks and have that confirmed; returns the transport's name. Raises TransferError, EndedError."""
-        num_blocks = len(order.local_blocks)
         await self._unless_stopped(self.link.open())
-        transport, peer = self.link.lane()
+        transport, _ = self.link.lane()
         if order.misfit:
             raise TransferError(FailureReason.INCOMPATIBLE, order.misfit)
+        if order.is_pushed and len(order.local_blocks):
+            await self._receive(order)
+        else:
+            await self._pull(order)
+        self._is_confirming = True
+        num_tokens = self._ticket.num_tokens
+        confirmed = await self._unless_stopped(
+            self.link.call(lambda ref: Confirm(ref, self.lease_id, num_tokens, self.reads_ahead))
+        )
+        _checked(confirmed, Confirmed)
+        return transport.name
+
+    async def _acquire(self, push_to: PushTo | None = None) -> None:
+        granted = await self._unless_stopped(
+            self.link.call(lambda ref: Acquire(ref, self.lease_id, self.reads_ahead, push_to))
+        )
+        self.on_ready(_checked(granted, Granted).num_ready_tokens)
+
+    async def _pull(self, order: LoadBlocks) -> None:
+        """Fetch what is ready, until all is."""
+        num_blocks = len(order.local_blocks)
+        _, peer = self.link.lane()
         if num_blocks and int(order.remote_blocks.max()) >= peer.endpoint.num_blocks:
             told = f"the ticket names block {order.remote_blocks.max()} of {peer.endpoint.num_blocks}"
             raise TransferError(FailureReason.BACKEND, told)
-        ahead = self.reads_ahead
-        granted = await self._unless_stopped(self.link.call(lambda ref: Acquire(ref, self.lease_id, ahead)))
-        self.on_ready(_checked(granted, Granted).num_ready_tokens)
+        await self._acquire()
         num_done, left_s = 0, self._settings.pull_s(num_blocks * self._geometry.block_size_bytes)
         while num_done < num_blocks or self._num_ready_tokens < self._ticket.num_tokens:
             num_ready = int(np.searchsorted(order.complete_at, self._num_ready_tokens, side="right"))
@@ -117,26 +138,64 @@ class Load:
             batch = slice(num_done, num_ready)
             left_s = await self._transfer(order.remote_blocks[batch], order.local_blocks[batch], left_s)
             num_done = num_ready
-        self._is_confirming = True
-        num_tokens = self._ticket.num_tokens
-        confirmed = await self._unless_stopped(
-            self.link.call(lambda ref: Confirm(ref, self.lease_id, num_tokens, ahead))
-        )
-        _checked(confirmed, Confirmed)
-        return transport.name
 
-    async def _until_progress(self) -> None:
-        """Wait for more tokens to be ready."""
+    async def _receive(self, order: LoadBlocks) -> None:
+        """Say where the blocks go, and wait until the holder has sent all of them."""
+        loop = asyncio.get_running_loop()
+        transport, peer = self.link.lane()
+        assert transport.caps.can_push
+        granted: asyncio.Future[int] = loop.create_future()
+        write = Write()
+        try:
+            transfer = cast(PushTransport, transport).receive(
+                peer,
+                order.local_blocks,
+                _MAX_RECEIVE_S,
+                lambda grant: _on_loop(loop, granted.set_result, grant),
+                lambda end: _on_loop(loop, write.end, end),
+            )
+        except ValueError as error:
+            raise TransferError(FailureReason.BACKEND, str(error)) from error
+        self.write = write
+        pull_s = self._settings.pull_s(len(order.local_blocks) * self._geometry.block_size_bytes)
+        try:
+            await self._until(granted, write.ended, pull_s, "the holder grants nothing")
+            if granted.done():
+                cells = order.remote_blocks.astype("<i4").tobytes()
+                await self._acquire(PushTo(granted.result(), self._ticket.num_tokens, cells))
+            while self._num_ready_tokens < self._ticket.num_tokens and not write.ended.done():
+                await self._until_progress(write.ended)
+            await self._until(write.ended, write.ended, pull_s, "not all blocks have come")
+        finally:
+            if not write.ended.done():
+                transfer.cancel()
+                await asyncio.wait([write.ended], timeout=GRACE_S)
+        end = write.ended.result()
+        if end.reason is not None:
+            raise TransferError(end.reason, end.message)
+
+    async def _until(
+        self, first: asyncio.Future[Any], second: asyncio.Future[Any], timeout_s: float, otherwise: str
+    ) -> None:
+        """Wait for either. Raises what `stop` was called with, or TransferError (`timeout`)."""
+        waited = {first, second, self._stopped}
+        await asyncio.wait(waited, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if first.done() or second.done():
+            return
+        if self._stopped.done():
+            raise self._stopped.result()
+        raise TransferError(FailureReason.TIMEOUT, f"{otherwise} within {timeout_s:g} s")
+
+    async def _until_progress(self, ended: asyncio.Future[Any] | None = None) -> None:
+        """Wait for more tokens to be ready, or until the transfer has `ended`."""
         self._progress.clear()
         lease_s = self._settings.lease_s
+        progress = asyncio.ensure_future(self._progress.wait())
+        told = f"{self._num_ready_tokens} of {self._ticket.num_tokens} tokens ready, and none more"
         try:
-            async with asyncio.timeout(lease_s):
-                await self._unless_stopped(_set(self._progress))
-        except TimeoutError:
-            told = (
-                f"{self._num_ready_tokens} of {self._ticket.num_tokens} tokens ready, and none more for {lease_s:g} s"
-            )
-            raise TransferError(FailureReason.TIMEOUT, told) from None
+            await self._until(progress, ended or progress, lease_s, told)
+        finally:
+            progress.cancel()
 
     async def _transfer(self, remote_blocks: BlockIds, local_blocks: BlockIds, timeout_s: float) -> float:
         """Copy some blocks; returns what is left of `timeout_s`."""
@@ -192,10 +251,6 @@ def _checked(reply: Reply, kind: type[T]) -> T:
     if not isinstance(reply, kind):
         raise TransferError(FailureReason.INCOMPATIBLE, f"the holder answered with {type(reply).__name__}")
     return reply
-
-
-async def _set(event: asyncio.Event) -> None:
-    await event.wait()
 
 
 def _on_loop(loop: asyncio.AbstractEventLoop, then: Callable[..., None], *args: object) -> None:

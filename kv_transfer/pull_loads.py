@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable
 
 from kv_transfer.connector import ConnectorEvent, ConnectorStats, LoadFenced, LoadFinished, RequestKey
+from kv_transfer.memory import KvMemory
 from kv_transfer.params import LOAD_SECONDS_BOUNDS
 from kv_transfer.pull_client import PeerLink
 from kv_transfer.pull_handshake import Address, Identity
@@ -31,6 +32,8 @@ class PullLoads:
     """Owns loads and links."""
 
     def __init__(self, identity: Identity, post: Callable[[ConnectorEvent], None]) -> None:
+        self.memory: KvMemory | None = None
+        """The pool that is loaded into; set before anything begins."""
         self._identity = identity
         self._post = post
         self._links: dict[Address, PeerLink] = {}
@@ -111,6 +114,8 @@ class PullLoads:
         started_at, cause, reason, lane = loop.time(), "", None, ""
         try:
             lane = await load.fetch(order)
+            if self.memory is not None and self.memory.is_mirror:
+                await loop.run_in_executor(self._identity.executor, self.memory.to_device, order.local_blocks)
         except TransferError as error:
             reason, cause = error.reason, str(error)
         except EndedError as error:

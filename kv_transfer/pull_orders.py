@@ -19,6 +19,17 @@ class OpenLease:
 
 
 @dataclass(frozen=True, slots=True)
+class ShowBlocks:
+    """The blocks of a lease, for those who send or mirror them; an `AdvanceLease` follows."""
+
+    lease_id: int
+    block_ids: npt.NDArray[np.int32]
+    """All that the request holds, shape [num_groups, columns]; 0 where a group has none."""
+    first_column: int
+    """What lies before it has been computed, and shown, by earlier steps."""
+
+
+@dataclass(frozen=True, slots=True)
 class AdvanceLease:
     """Once this plan's step has been computed, so many tokens are complete."""
 
@@ -57,6 +68,7 @@ class LoadBlocks:
 
     key: RequestKey
     remote_blocks: BlockIds
+    """If `is_pushed`, their cells in the holder's table: column * num_groups + group."""
     local_blocks: BlockIds
     complete_at: npt.NDArray[np.int32]
     """With how many of the ticket's tokens each remote block is complete; ascending."""
@@ -64,6 +76,8 @@ class LoadBlocks:
     """Valid whatever becomes of the load."""
     misfit: str = ""
     """Why the load must fail: its blocks cannot be paired, and there are none. (The holder may say more.)"""
+    is_pushed: bool = False
+    """The holder is told where the blocks go, and sends them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,5 +95,15 @@ class RejectParams:
     message: str
 
 
-Order = OpenLease | AdvanceLease | VoidLease | CompleteLease | HoldTicket | LoadBlocks | DropTicket | RejectParams
+Order = (
+    OpenLease
+    | ShowBlocks
+    | AdvanceLease
+    | VoidLease
+    | CompleteLease
+    | HoldTicket
+    | LoadBlocks
+    | DropTicket
+    | RejectParams
+)
 PullMetadata = tuple[Order, ...]

@@ -35,6 +35,7 @@ from kv_transfer.pull_orders import (
     Order,
     PullMetadata,
     RejectParams,
+    ShowBlocks,
     VoidLease,
 )
 from kv_transfer.ticket import HandOff, Ticket, Unusable, parse_params
@@ -44,6 +45,7 @@ from kv_transfer.ticket import HandOff, Ticket, Unusable, parse_params
 class _Outgoing:
     """A request that is to hand off."""
 
+    num_prompt_tokens: int
     lease_id: int | None = None
     """None: it has no blocks."""
     num_computed_tokens: int = 0
@@ -88,11 +90,14 @@ class PullScheduler:
         produces: bool,
         consumes: bool,
         first_lease_id: int = 1,
+        pushes: bool = False,
+        shows_blocks: bool = False,
     ) -> None:
         """`port` is asked when tickets are made: None while the worker half does not listen.
 
         Lease ids count from `first_lease_id`. Another one for each process protects those who give every process the
-        same engine id: tickets of the last one do not fit.
+        same engine id: tickets of the last one do not fit. `pushes`: holders send blocks, here and at all peers;
+        `shows_blocks`: the worker half must know which blocks its leases are for, as it must if it pushes.
         """
         self._engine_id = engine_id
         self._host = host
@@ -101,6 +106,8 @@ class PullScheduler:
         self._fingerprint = geometry.fingerprint()
         self._produces = produces
         self._consumes = consumes
+        self._pushes = pushes
+        self._shows_blocks = shows_blocks or pushes
         self._outgoing: dict[RequestKey, _Outgoing] = {}
         self._incoming: dict[RequestKey, _Incoming] = {}
         self._read_ahead: set[_LeaseRef] = set()
@@ -118,13 +125,19 @@ class PullScheduler:
             parsed = Unusable("kv_transfer_params: do_remote_decode is true, and this rank's kv_role is kv_consumer")
         if isinstance(parsed, Ticket) and not self._consumes:
             parsed = Unusable("kv_transfer_params: do_remote_prefill is true, and this rank's kv_role is kv_producer")
+        if isinstance(parsed, Ticket) and parsed.is_pushed is not self._pushes:
+            ours, theirs = ("push", "pull") if self._pushes else ("pull", "push")
+            parsed = Unusable(
+                f"kv_transfer_params: a ticket of a rank with mode {theirs!r}, and this one has {ours!r}; set the same "
+                "mode in kv_connector_extra_config of all ranks"
+            )
         if isinstance(parsed, Ticket) and parsed.num_tokens > len(request.token_ids):
             parsed = Unusable(
                 f"kv_transfer_params: num_tokens is {parsed.num_tokens}, and the request has {len(request.token_ids)}"
             )
         match parsed:
             case HandOff():
-                self._outgoing[request.key] = _Outgoing()
+                self._outgoing[request.key] = _Outgoing(len(request.token_ids))
             case Ticket():
                 incoming = self._incoming[request.key] = _Incoming(parsed)
                 if not parsed.is_partial:
@@ -174,16 +187,26 @@ class PullScheduler:
         else:
             self._used(incoming)
 
-    def request_computed(self, key: RequestKey, num_tokens: int) -> None:
+    def request_computed(self, key: RequestKey, num_tokens: int, block_ids: npt.NDArray[np.int32]) -> None:
         outgoing = self._outgoing.get(key)
         if outgoing is not None and outgoing.lease_id is not None and num_tokens > outgoing.num_computed_tokens:
+            if self._shows_blocks:
+                first_column = outgoing.num_computed_tokens // self._geometry.block_size
+                num_columns = -(-num_tokens // self._geometry.block_size)
+                # The scheduler goes on writing into its table.
+                self._orders.append(ShowBlocks(outgoing.lease_id, block_ids[:, :num_columns].copy(), first_column))
             outgoing.num_computed_tokens = num_tokens
             self._orders.append(AdvanceLease(outgoing.lease_id, num_tokens))
 
     def partial_ticket(self, key: RequestKey, num_tokens: int, block_ids: npt.NDArray[np.int32]) -> KvParams | None:
         outgoing = self._outgoing.get(key)
+        if outgoing is None or num_tokens > outgoing.num_computed_tokens:
+            return None
+        if self._pushes:
+            # One ticket for all that is to come: where the blocks lie is nobody's business but this rank's.
+            num_tokens = outgoing.num_prompt_tokens
         num_full = num_tokens - num_tokens % self._geometry.block_size
-        if outgoing is None or num_full <= outgoing.num_told_tokens or num_full > outgoing.num_computed_tokens:
+        if num_full <= outgoing.num_told_tokens:
             return None
         ticket = self._ticket(outgoing, num_full, block_ids, is_partial=True)
         if ticket is None:
@@ -241,11 +264,24 @@ class PullScheduler:
             nothing = np.zeros(0, np.int32)
             return LoadBlocks(key, nothing, nothing, nothing, num_local, misfit)
         first = num_local // ticket.block_size
-        remote, local = ticket.table()[:, first:], block_ids[:, first : ticket.num_columns]
+        local = block_ids[:, first : ticket.num_columns]
+        if ticket.is_pushed:
+            cells = np.arange(first * len(local), ticket.num_columns * len(local), dtype=np.int32)
+            remote, is_there = cells.reshape(-1, len(local)).T, local != 0
+        else:
+            remote = ticket.table()[:, first:]
+            is_there = (remote != 0) & (local != 0)
         ends = (np.arange(remote.shape[1], dtype=np.int32) + first + 1) * ticket.block_size
         ends = np.minimum(ends, ticket.num_tokens)
-        columns, groups = np.nonzero((remote != 0).T & (local != 0).T)
-        return LoadBlocks(key, remote[groups, columns], local[groups, columns], ends[columns], num_local)
+        columns, groups = np.nonzero(is_there.T)
+        return LoadBlocks(
+            key,
+            remote[groups, columns],
+            local[groups, columns],
+            ends[columns],
+            num_local,
+            is_pushed=ticket.is_pushed,
+        )
 
     def _misfit(self, ticket: Ticket, block_ids: npt.NDArray[np.int32]) -> str:
         """Why the ticket's blocks cannot be paired with these; empty if they can."""
@@ -281,7 +317,9 @@ class PullScheduler:
         """What another rank needs, or None: there is nothing to hand off, or nobody could fetch it."""
         port, block_size = self._port(), self._geometry.block_size
         num_columns = -(-num_tokens // block_size)
-        if outgoing.lease_id is None or port is None or not num_tokens or block_ids.shape[1] < num_columns:
+        if outgoing.lease_id is None or port is None or not num_tokens:
+            return None
+        if block_ids.shape[1] < num_columns and not (self._pushes and is_partial):
             return None
         return Ticket(
             do_remote_prefill=True,
@@ -289,10 +327,11 @@ class PullScheduler:
             remote_host=self._host,
             remote_port=port,
             remote_lease_id=outgoing.lease_id,
-            remote_block_ids=block_ids[:, :num_columns].ravel().tolist(),
+            remote_block_ids=[] if self._pushes else block_ids[:, :num_columns].ravel().tolist(),
             num_groups=len(block_ids),
             num_tokens=num_tokens,
             block_size=block_size,
             fingerprint=self._fingerprint,
             is_partial=is_partial,
+            is_pushed=self._pushes,
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -27,6 +27,7 @@ from kv_transfer.kv_messages import (
     Granted,
     Heard,
     Heartbeat,
+    PushTo,
     Ready,
     Rejection,
     Release,
@@ -37,6 +38,7 @@ from kv_transfer.kv_messages import (
     encode,
 )
 from kv_transfer.leases import GoneNotice, LeaseAction, LeaseTable, ReadyNotice
+from kv_transfer.pull_pushes import BlockTable, Pushes
 from kv_transfer.transport import Endpoint, FailureReason
 
 _log = logging.getLogger(__name__)
@@ -59,13 +61,16 @@ class PullServer:
         lease_s: float,
         greeting_timeout_s: float,
         post: Callable[[SendFinished], None],
+        pushes: Pushes | None = None,
     ) -> None:
+        """`pushes` None: whoever needs blocks fetches them."""
         self._engine_id = engine_id
         self._geometry = geometry
         self._lease_s = lease_s
         self._greeting_timeout_s = greeting_timeout_s
         self._post = post
         self._table = LeaseTable(lease_s)
+        self._pushes = pushes
         self._endpoints: list[Endpoint] = []
         self._listener = Listener(secret, self._accept)
         self._readers: dict[str, Connection] = {}
@@ -110,11 +115,20 @@ class PullServer:
     def open(self, lease_id: int, key: RequestKey) -> None:
         self._table.open(lease_id, key)
 
+    def show(self, lease_id: int, block_ids: BlockTable) -> None:
+        """The blocks of this lease by now, shape [num_groups, columns]."""
+        if self._pushes is not None:
+            self._pushes.show(lease_id, block_ids)
+
     def advance(self, lease_id: int, num_tokens: int) -> None:
         self._act(self._table.advance(lease_id, num_tokens))
+        if self._pushes is not None:
+            self._act(self._pushes.advance(lease_id, num_tokens))
 
     def void(self, lease_id: int, why: str) -> None:
         self._act(self._table.void(lease_id, why))
+        if self._pushes is not None:
+            self._act(self._pushes.end(lease_id, why))
         with self._refused_lock:
             self._refused.discard(lease_id)
 
@@ -160,8 +174,10 @@ class PullServer:
         answer: msgspec.Struct | None = None
         actions: list[LeaseAction] = []
         match decode_request(payload):
-            case Acquire(ref, lease_id, is_ahead):
+            case Acquire(ref, lease_id, is_ahead, push_to):
                 granted = self._table.num_ready(lease_id) if is_ahead else self._table.acquire(lease_id, reader)
+                if push_to is not None and not isinstance(granted, str):
+                    granted = self._push(lease_id, reader, is_ahead, push_to, granted)
                 answer = Denied(ref, granted) if isinstance(granted, str) else Granted(ref, granted)
             case Confirm(ref, lease_id, num_tokens, is_ahead):
                 denial, actions = "its request has lost its blocks", []
@@ -184,12 +200,20 @@ class PullServer:
     def forget(self, reader: str, connection: Connection) -> None:
         """The connection is gone."""
         self._num_connections -= 1
+        if self._pushes is not None:
+            self._pushes.forget(reader)
         if self._readers.get(reader) is connection:
             del self._readers[reader]
 
     # ---- inside ----
 
-    def _act(self, actions: list[LeaseAction]) -> None:
+    def _push(self, lease_id: int, reader: str, is_ahead: bool, push_to: PushTo, num_ready_tokens: int) -> int | str:
+        """Begin to send; how many tokens are ready, or why not."""
+        if self._pushes is None:
+            return "this rank does not send blocks; set the same mode in kv_connector_extra_config of all ranks"
+        return self._pushes.add(lease_id, reader, is_ahead, push_to, num_ready_tokens) or num_ready_tokens
+
+    def _act(self, actions: Sequence[LeaseAction]) -> None:
         for action in actions:
             match action:
                 case SendFinished():
@@ -212,6 +236,8 @@ class PullServer:
         while True:
             await asyncio.sleep(interval_s)
             self._act(self._table.expire(self._now()))
+            if self._pushes is not None:
+                self._act(self._pushes.keep(self._table.lease_ids))
 
 
 class _Reader:

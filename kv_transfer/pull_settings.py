@@ -8,6 +8,9 @@ from pydantic import Field, model_validator
 
 from kv_transfer.connector_settings import ConnectorSettings
 
+PUSH_TRANSPORT = "tcp"
+"""The one whose caps say that it can push."""
+
 
 class PullSettings(ConnectorSettings):
     """What may be set, and how long things may take."""
@@ -16,7 +19,9 @@ class PullSettings(ConnectorSettings):
         default="auto", description="What moves the blocks. auto: the first that works of inproc, shm, nixl and tcp."
     )
     mode: Literal["pull", "push"] = Field(
-        default="pull", description="Who moves the blocks: pull, the rank that needs them. push is not offered."
+        default="pull",
+        description="pull: the rank that needs blocks asks for them whenever more are ready. push: it says once where "
+        "they go, and the prefill rank sends them as its chunks are done; over tcp only. The same on all ranks.",
     )
     lease_s: float = Field(
         default=30.0, gt=0, description="How long a prefill rank keeps blocks that nobody asks for any more."
@@ -32,11 +37,11 @@ class PullSettings(ConnectorSettings):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.mode == "push":
+        if self.mode == "push" and self.transport not in ("auto", PUSH_TRANSPORT):
             raise ValueError(
-                "mode is 'push', and no transport here writes into a peer's pool: only the rank that owns the blocks "
-                "could tell when a late write can no longer come. Use 'pull', which begins while the prompt is still "
-                "being computed as well"
+                f"mode is 'push' and transport {self.transport!r}: only over {PUSH_TRANSPORT!r} can the rank that owns "
+                f"the blocks keep a late write out of them; set transport to 'auto' or {PUSH_TRANSPORT!r}, or mode to "
+                "'pull'"
             )
         if self.heartbeat_s * 2 > self.lease_s:
             raise ValueError(
@@ -44,6 +49,15 @@ class PullSettings(ConnectorSettings):
                 f"end a lease; set it to {self.lease_s / 2:g} or less"
             )
         return self
+
+    @property
+    def pushes(self) -> bool:
+        return self.mode == "push"
+
+    @property
+    def lanes(self) -> str:
+        """The transports to start, as `kv_transfer.transports` names them."""
+        return PUSH_TRANSPORT if self.pushes else self.transport
 
     @property
     def heartbeat_s(self) -> float:

@@ -17,6 +17,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import cast
 
+import numpy as np
+
 from kv_transfer.config import KvRole
 from kv_transfer.connector import ConnectorContext, ConnectorEvent, ConnectorStats, LoadFinished, SendFinished
 from kv_transfer.lanes import Lanes
@@ -33,8 +35,10 @@ from kv_transfer.pull_orders import (
     Order,
     PullMetadata,
     RejectParams,
+    ShowBlocks,
     VoidLease,
 )
+from kv_transfer.pull_pushes import Pushes
 from kv_transfer.pull_server import PullServer
 from kv_transfer.pull_settings import PullSettings
 from kv_transfer.transport import TransferError
@@ -68,6 +72,7 @@ class PullWorker:
         """Over whether, and what, may still be handed to the loop and posted."""
         self._is_closing = False
         self._is_closed = False
+        self._memory: KvMemory | None = None
         self._receiver: Callable[[ConnectorEvent], None] | None = None
         self._num_rejected_params = 0
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -85,6 +90,9 @@ class PullWorker:
         self._loads = PullLoads(identity, self._post)
         self._server: PullServer | None = None
         if context.role is not KvRole.CONSUMER:
+            pushes = None
+            if settings.pushes:
+                pushes = Pushes(lanes.push_transport(), context.geometry.block_size)
             self._server = PullServer(
                 engine_id=context.engine_id,
                 geometry=context.geometry,
@@ -92,15 +100,18 @@ class PullWorker:
                 lease_s=settings.lease_s,
                 greeting_timeout_s=settings.connect_timeout_s,
                 post=self._post,
+                pushes=pushes,
             )
 
     def start(self, memory: KvMemory, post: Callable[[ConnectorEvent], None]) -> None:
         self._context.geometry.check_pool(memory.block_size_bytes)
+        self._memory = memory
         self._receiver = post
         loop = self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=_run, args=(loop,), name="kv-io", daemon=True)
         self._thread.start()
         try:
+            self._loads.memory = memory
             self._lanes.start(memory, self._context.host)
             asyncio.run_coroutine_threadsafe(self._start(), loop).result(_START_TIMEOUT_S)
         except BaseException as error:
@@ -143,10 +154,18 @@ class PullWorker:
         """Nothing is loaded within a step."""
 
     def save_kv_layer(self, layer: int) -> None:
-        """Nothing is sent: whoever needs it reads it."""
+        """Nothing is sent within a step: what it has computed is, or is read, when it has ended."""
 
     def finish_step(self, metadata: object | None, *, was_computed: bool) -> frozenset[int]:
-        orders = [order for order in cast(PullMetadata, metadata or ()) if isinstance(order, AdvanceLease)]
+        shown, orders = [], []
+        for order in cast(PullMetadata, metadata or ()):
+            if isinstance(order, ShowBlocks):
+                shown.append(order.block_ids[:, order.first_column :].ravel())
+            elif isinstance(order, AdvanceLease):
+                orders.append(order)
+        if shown and was_computed and self._memory is not None:
+            fresh = np.concatenate(shown)
+            self._memory.to_host(fresh[fresh != 0])
         if orders:
             self._on_loop(self._advance, orders, was_computed)
         return frozenset()
@@ -212,6 +231,8 @@ class PullWorker:
         match order:
             case OpenLease(lease_id, key):
                 self._server.open(lease_id, key)
+            case ShowBlocks(lease_id, block_ids):
+                self._server.show(lease_id, block_ids)
             case VoidLease(lease_id, why):
                 self._server.void(lease_id, why)
             case CompleteLease(lease_id, key, num_tokens):

@@ -155,7 +155,7 @@ class StoreScheduler:
             # Should it come back, what was found out is to be found out anew.
             self._index.forget(request.key)
 
-    def request_computed(self, key: RequestKey, num_tokens: int) -> None:
+    def request_computed(self, key: RequestKey, num_tokens: int, block_ids: npt.NDArray[np.int32]) -> None:
         known = self._requests[key]
         known.has_more_input |= num_tokens > known.num_admitted_tokens
         if not self._stores:

@@ -42,7 +42,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     remote_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
     remote_lease_id: Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
     remote_block_ids: list[_BlockId]
-    """One group after another, each with `num_columns` ids; 0 where a group needs no block."""
+    """One group after another, each with `num_columns` ids; 0 where a group needs no block. None if `is_pushed`."""
     num_groups: _Count
     num_tokens: _Count
     block_size: _Count
@@ -50,13 +50,15 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Of the geometry (`kv_transfer.geometry.Geometry.fingerprint`)."""
     is_partial: bool = False
     """More is to come, under the same lease: who reads by this ticket reads ahead, and does not end the lease."""
+    is_pushed: bool = False
+    """The holder sends the blocks to who says where they go; if also `is_partial`, as they are computed."""
 
     @property
     def num_columns(self) -> int:
         return -(-self.num_tokens // self.block_size)
 
     def table(self) -> npt.NDArray[np.int32]:
-        """The remote blocks, shape [num_groups, num_columns]."""
+        """The remote blocks of one that is not pushed, shape [num_groups, num_columns]."""
         return np.array(self.remote_block_ids, np.int32).reshape(self.num_groups, self.num_columns)
 
     def params(self) -> KvParams:
@@ -83,10 +85,11 @@ def parse_params(params: Mapping[str, object]) -> HandOff | Ticket | Unusable:
         return Unusable(f"kv_transfer_params: {error}")
     if ticket.do_remote_decode:
         return Unusable("kv_transfer_params: do_remote_prefill and do_remote_decode are both true; set one")
-    num_expected = ticket.num_groups * ticket.num_columns
+    num_expected = 0 if ticket.is_pushed else ticket.num_groups * ticket.num_columns
     if len(ticket.remote_block_ids) != num_expected:
         return Unusable(
             f"kv_transfer_params: remote_block_ids has {len(ticket.remote_block_ids)} ids; {ticket.num_tokens} tokens "
             f"in blocks of {ticket.block_size} take {num_expected} in {ticket.num_groups} group(s)"
+            f"{', since they are pushed' if ticket.is_pushed else ''}"
         )
     return ticket

@@ -131,10 +131,11 @@ class PlanBuilder:
         for row in np.flatnonzero(in_prompt).tolist():
             slot, num_computed = int(slots[row]), int(after[row])
             sequence = batch.at(slot)
-            connector.request_computed(sequence.key, num_computed)
+            table = batch.table(slot)
+            connector.request_computed(sequence.key, num_computed, table)
             # Blocks that slide out of a window are used anew while the request goes on.
             if sequence.hands_off and sequence.reads_prefix_cache and not samples[row] and not has_windows:
-                ticket = connector.partial_ticket(sequence.key, num_computed, batch.table(slot))
+                ticket = connector.partial_ticket(sequence.key, num_computed, table)
                 if ticket is not None:
                     tickets[row] = ticket
         return tickets

@@ -40,6 +40,8 @@ from kv_transfer.pull_connector import PullConnector
 from kv_transfer.pull_orders import AdvanceLease, OpenLease
 from kv_transfer.ticket import Ticket
 
+NO_BLOCKS = np.zeros((1, 0), np.int32)
+
 HOST = "127.0.0.1"
 SECRET = b"the cluster's secret"
 ROOT = Path(__file__).parents[2]
@@ -240,7 +242,8 @@ class KvRank:
 
     def compute(self, number: int, num_tokens: int, *, was_computed: bool = True) -> dict[str, Any] | None:
         """A step that brings it so far; what its owner may hear then."""
-        self.scheduler.request_computed((1, number), num_tokens)
+        held = self.requests[number].table if number in self.requests else NO_BLOCKS
+        self.scheduler.request_computed((1, number), num_tokens, held)
         ticket = None
         if number in self.requests and num_tokens < len(self.requests[number].request.token_ids):
             ticket = self.scheduler.partial_ticket((1, number), num_tokens, self.requests[number].table)

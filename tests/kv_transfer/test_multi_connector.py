@@ -67,7 +67,7 @@ class Deciding:
     def update_state_after_alloc(self, request: KvRequest, block_ids: np.ndarray, num_external_tokens: int) -> None:
         self.allocated.append(num_external_tokens)
 
-    def request_computed(self, key: Any, num_tokens: int) -> None:
+    def request_computed(self, key: Any, num_tokens: int, block_ids: Any) -> None:
         self.told.append(f"computed {num_tokens}")
 
     def partial_ticket(self, key: Any, num_tokens: int, block_ids: np.ndarray) -> Any:
@@ -152,7 +152,7 @@ def test_loads_within_a_step_come_from_one_only() -> None:
 
 def test_all_are_told_everything() -> None:
     rig = Rig(Deciding(), Deciding())
-    rig.multi.request_computed(KEY, 8)
+    rig.multi.request_computed(KEY, 8, np.zeros((1, 2), np.int32))
     assert rig.multi.partial_ticket(KEY, 8, TABLE) is None
     rig.multi.request_preempted(KEY)
     rig.multi.request_finished(request(), TABLE, hands_off=False)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
-import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -46,39 +44,7 @@ from tests.kv_transfer.kv_peer import GARBAGE, HOST, SECRET, KvRank, PeerProcess
 StartRank = Callable[..., KvRank]
 RIGHT = {"cause": "", "fenced": True, "right": True}
 
-
-def open_fds() -> dict[str, str]:
-    """What each descriptor is."""
-    found = {}
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # the listing's own
-            found[name] = os.readlink(f"/proc/self/fd/{name}")
-    return found
-
-
-@pytest.fixture(autouse=True)
-def _nothing_is_left() -> Iterator[None]:
-    threads, fds = set(threading.enumerate()), open_fds()
-    yield
-    gc.collect()
-    until(lambda: set(threading.enumerate()) <= threads, "threads end")
-    with contextlib.suppress(AssertionError):
-        until(lambda: len(open_fds()) <= len(fds), "descriptors are closed", 5.0)
-    left = open_fds()
-    assert len(left) <= len(fds), f"left open: {set(left.values()) - set(fds.values())}"
-
-
-@pytest.fixture
-def ranks(_nothing_is_left: None) -> Iterator[StartRank]:
-    started: list[KvRank] = []
-
-    def start(role: str = "kv_both", **options: Any) -> KvRank:
-        started.append(KvRank(role, **options))
-        return started[-1]
-
-    yield start
-    while started:
-        started.pop().close()
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 
 def ends(rank: KvRank, number: int) -> dict[str, Any]:
@@ -249,7 +215,7 @@ def test_a_holder_that_gets_no_further_is_given_up(ranks: StartRank) -> None:
     prefill.begin(1, 30)
     prefill.compute(1, 10)
     assert decode.load(5, prefill.early_ticket(1), seed=1)
-    assert ends(decode, 5)["cause"] == "timeout: 10 of 30 tokens ready, and none more for 0.3 s"
+    assert ends(decode, 5)["cause"] == "timeout: 10 of 30 tokens ready, and none more within 0.3 s"
 
 
 def test_ten_thousand_blocks(ranks: StartRank) -> None:
@@ -841,7 +807,7 @@ def test_settings_are_checked() -> None:
         ({"transport": "udp"}, "kv_connector_extra_config.transport"),
         ({"lease_s": 0}, "kv_connector_extra_config.lease_s"),
         ({"lease_s": float("nan")}, "kv_connector_extra_config.lease_s"),
-        ({"mode": "push"}, "no transport here writes into a peer's pool"),
+        ({"mode": "push", "transport": "shm"}, "mode is 'push' and transport 'shm'"),
         ({"lease_s": 6, "heartbeat_interval_s": 4}, "set it to 3 or less"),
     ]:
         with pytest.raises(ValueError, match=message.replace("(", r"\(")) as raised:

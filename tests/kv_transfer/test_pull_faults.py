@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import gc
-import os
 import random
 import signal
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,43 +18,7 @@ StartProcess = Callable[..., PeerProcess]
 RIGHT = {"cause": "", "fenced": True, "right": True}
 SHORT = {"connect_timeout_s": 0.5, "pull_timeout_s": 0.5}
 
-
-@pytest.fixture(autouse=True)
-def _nothing_is_left() -> Iterator[None]:
-    def num_fds() -> int:
-        return len(os.listdir("/proc/self/fd"))
-
-    threads, fds = set(threading.enumerate()), num_fds()
-    yield
-    gc.collect()
-    until(lambda: set(threading.enumerate()) <= threads, "threads end", 5.0)
-    until(lambda: num_fds() <= fds, "descriptors are closed", 5.0)
-
-
-@pytest.fixture
-def ranks(_nothing_is_left: None) -> Iterator[StartRank]:
-    started: list[KvRank] = []
-
-    def start(**options: Any) -> KvRank:
-        started.append(KvRank(**options))
-        return started[-1]
-
-    yield start
-    while started:
-        started.pop().close()
-
-
-@pytest.fixture
-def processes(_nothing_is_left: None) -> Iterator[StartProcess]:
-    started: list[PeerProcess] = []
-
-    def start(**options: Any) -> PeerProcess:
-        started.append(PeerProcess(**options))
-        return started[-1]
-
-    yield start
-    while started:
-        started.pop().kill()
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 
 def ends(rank: KvRank, number: int) -> dict[str, Any]:

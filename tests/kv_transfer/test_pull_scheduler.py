@@ -72,7 +72,7 @@ def ticket(num_tokens: int = 10, blocks: np.ndarray | None = None) -> dict[str, 
     scheduler = half()
     scheduler.on_new_request(outgoing())
     scheduler.update_state_after_alloc(outgoing(), NO_BLOCKS, 0)
-    scheduler.request_computed((1, 1), num_tokens)
+    scheduler.request_computed((1, 1), num_tokens, NO_BLOCKS)
     if blocks is None:
         blocks = table(*range(1, -(-num_tokens // BLOCK_SIZE) + 1))
     keeps, params = scheduler.request_finished(outgoing(), blocks, hands_off=True)
@@ -90,9 +90,9 @@ def test_a_request_hands_off() -> None:
     assert not scheduler.has_pending_work()
     assert scheduler.get_num_new_matched_tokens(outgoing(), 0) == ExternalMatch(0, False)
     scheduler.update_state_after_alloc(outgoing(), table(1, 2, 3), 0)
-    scheduler.request_computed((1, 1), 8)
+    scheduler.request_computed((1, 1), 8, NO_BLOCKS)
     assert orders(scheduler) == [OpenLease(1, (1, 1)), AdvanceLease(1, 8)]
-    scheduler.request_computed((1, 1), 10)
+    scheduler.request_computed((1, 1), 10, NO_BLOCKS)
     # A column for the tokens to come, and a window that has passed the first one.
     keeps, params = scheduler.request_finished(outgoing(), table(0, 2, 3, 4), hands_off=True)
     assert keeps
@@ -123,7 +123,7 @@ def test_nothing_is_handed_off_that_nobody_could_fetch(lack: str) -> None:
     scheduler.on_new_request(outgoing())
     scheduler.update_state_after_alloc(outgoing(), table(1, 2, 3), 0)
     if lack != "tokens":
-        scheduler.request_computed((1, 1), 10)
+        scheduler.request_computed((1, 1), 10, NO_BLOCKS)
     blocks = table(1, 2) if lack == "blocks" else table(1, 2, 3)
     assert scheduler.request_finished(outgoing(), blocks, hands_off=True) == (False, None)
     assert isinstance(orders(scheduler)[-1], VoidLease)
@@ -134,7 +134,7 @@ def test_a_request_without_params_is_none_of_its_business() -> None:
     plain = request(1, 10, {})
     scheduler.on_new_request(plain)
     scheduler.update_state_after_alloc(plain, table(1, 2, 3), 0)
-    scheduler.request_computed((1, 1), 10)
+    scheduler.request_computed((1, 1), 10, NO_BLOCKS)
     scheduler.request_preempted((1, 1))
     assert scheduler.request_finished(plain, table(1, 2, 3), hands_off=True) == (False, None)
     assert not scheduler.has_pending_work()
@@ -144,15 +144,15 @@ def test_preemption_gives_a_new_lease() -> None:
     scheduler = half()
     scheduler.on_new_request(outgoing())
     scheduler.update_state_after_alloc(outgoing(), table(1, 2, 3), 0)
-    scheduler.request_computed((1, 1), 8)
+    scheduler.request_computed((1, 1), 8, NO_BLOCKS)
     orders(scheduler)
     scheduler.request_preempted((1, 1))
     assert orders(scheduler) == [VoidLease(1, "its request was preempted")]
-    scheduler.request_computed((1, 1), 9)  # late
+    scheduler.request_computed((1, 1), 9, NO_BLOCKS)  # late
     scheduler.update_state_after_alloc(outgoing(), table(4, 5, 6), 0)
-    scheduler.request_computed((1, 1), 4)
+    scheduler.request_computed((1, 1), 4, NO_BLOCKS)
     assert orders(scheduler) == [OpenLease(2, (1, 1)), AdvanceLease(2, 4)]
-    scheduler.request_computed((1, 1), 10)
+    scheduler.request_computed((1, 1), 10, NO_BLOCKS)
     _, params = scheduler.request_finished(outgoing(), table(4, 5, 6), hands_off=True)
     assert params is not None
     assert params["remote_lease_id"] == 2
@@ -165,20 +165,20 @@ def test_full_blocks_of_a_prompt_are_told_as_they_are_computed() -> None:
     scheduler = half()
     scheduler.on_new_request(outgoing())
     scheduler.update_state_after_alloc(outgoing(), table(1, 2, 3), 0)
-    scheduler.request_computed((1, 1), 3)
+    scheduler.request_computed((1, 1), 3, NO_BLOCKS)
     assert scheduler.partial_ticket((1, 1), 3, table(1, 2, 3)) is None
-    scheduler.request_computed((1, 1), 6)
+    scheduler.request_computed((1, 1), 6, NO_BLOCKS)
     told = scheduler.partial_ticket((1, 1), 6, table(1, 2, 3))
     parsed = parse_params(told or {})
     assert isinstance(parsed, Ticket)
     assert parsed.is_partial
     assert (parsed.num_tokens, parsed.remote_lease_id, parsed.table().tolist()) == (4, 1, [[1], [101]])
-    scheduler.request_computed((1, 1), 7)
+    scheduler.request_computed((1, 1), 7, NO_BLOCKS)
     assert scheduler.partial_ticket((1, 1), 7, table(1, 2, 3)) is None  # nothing new
-    scheduler.request_computed((1, 1), 9)
+    scheduler.request_computed((1, 1), 9, NO_BLOCKS)
     told = scheduler.partial_ticket((1, 1), 9, table(1, 2, 3))
     assert (told or {})["num_tokens"] == 8
-    scheduler.request_computed((1, 1), 10)
+    scheduler.request_computed((1, 1), 10, NO_BLOCKS)
     _, whole = scheduler.request_finished(outgoing(), table(1, 2, 3), hands_off=True)
     assert whole is not None
     assert (whole["num_tokens"], whole["remote_lease_id"], whole["is_partial"]) == (10, 1, False)
@@ -188,12 +188,12 @@ def test_after_a_preemption_partial_tickets_are_of_another_lease() -> None:
     scheduler = half()
     scheduler.on_new_request(outgoing())
     scheduler.update_state_after_alloc(outgoing(), table(1, 2, 3), 0)
-    scheduler.request_computed((1, 1), 8)
+    scheduler.request_computed((1, 1), 8, NO_BLOCKS)
     assert scheduler.partial_ticket((1, 1), 8, table(1, 2, 3)) is not None
     scheduler.request_preempted((1, 1))
     assert scheduler.partial_ticket((1, 1), 8, table(1, 2, 3)) is None
     scheduler.update_state_after_alloc(outgoing(), table(4, 5, 6), 0)
-    scheduler.request_computed((1, 1), 4)
+    scheduler.request_computed((1, 1), 4, NO_BLOCKS)
     told = scheduler.partial_ticket((1, 1), 4, table(4, 5, 6)) or {}
     assert (told["remote_lease_id"], told["remote_block_ids"]) == (2, [4, 104])
 
@@ -202,7 +202,7 @@ def test_who_does_not_hand_off_or_cannot_be_reached_tells_nothing() -> None:
     for scheduler, asks in ((half(), request(1, 10, {})), (half(port=None), outgoing())):
         scheduler.on_new_request(asks)
         scheduler.update_state_after_alloc(asks, table(1, 2, 3), 0)
-        scheduler.request_computed((1, 1), 8)
+        scheduler.request_computed((1, 1), 8, NO_BLOCKS)
         assert scheduler.partial_ticket((1, 1), 8, table(1, 2, 3)) is None
 
 
@@ -492,7 +492,7 @@ class PrefillRank(RuleBasedStateMachine):
     def compute(self, number: int, num_columns: int) -> None:
         first = self.computed[number]
         self.computed[number] = last = min(first + num_columns, NUM_COLUMNS)
-        self.scheduler.request_computed((1, number), last * BLOCK_SIZE)
+        self.scheduler.request_computed((1, number), last * BLOCK_SIZE, np.array([self.blocks[number]], np.int32))
         self.writes += [(self.blocks[number][column], (number, column)) for column in range(first, last)]
         if last > first:
             told = self.scheduler.partial_ticket(

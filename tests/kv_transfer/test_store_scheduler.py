@@ -10,6 +10,8 @@ from kv_transfer.connector import ExternalMatch, KvRequest
 from kv_transfer.known_blocks import KnownBlocks
 from kv_transfer.store_scheduler import DropLoad, LoadBlocks, StoreComputed, StoreKept, StoreScheduler
 
+NO_BLOCKS = np.zeros((1, 0), np.int32)
+
 BLOCK_SIZE = 4
 HASHES = tuple(bytes([number]) * 32 for number in range(1, 9))
 TABLE = np.array([[11, 12, 13, 14, 15, 16, 17, 18]], np.int32)
@@ -88,7 +90,7 @@ def test_without_hashes_there_is_nothing_to_do() -> None:
     rig = Rig(*HASHES)
     assert rig.half.get_num_new_matched_tokens(request(num_hashes=0), 0) == NOTHING
     rig.half.update_state_after_alloc(request(num_hashes=0), TABLE, 0)
-    rig.half.request_computed(KEY, 18)
+    rig.half.request_computed(KEY, 18, NO_BLOCKS)
     assert not rig.finish(22, num_hashes=0)
     assert rig.orders() == []
 
@@ -127,14 +129,14 @@ def test_a_load_of_all_but_the_last_token_brings_its_block_as_well() -> None:
 def test_full_blocks_are_stored_as_they_get_computed_each_once() -> None:
     rig = Rig(HASHES[1])
     rig.admit()
-    rig.half.request_computed(KEY, 3)
+    rig.half.request_computed(KEY, 3, NO_BLOCKS)
     assert rig.orders() == []
-    rig.half.request_computed(KEY, 11)
+    rig.half.request_computed(KEY, 11, NO_BLOCKS)
     (store,) = rig.orders()
     assert isinstance(store, StoreComputed)
     # The second is there.
     assert (store.blocks.tolist(), store.hashes) == ([11], HASHES[:1])
-    rig.half.request_computed(KEY, 18)
+    rig.half.request_computed(KEY, 18, NO_BLOCKS)
     (store,) = rig.orders()
     assert (store.blocks.tolist(), store.hashes) == ([13, 14], HASHES[2:4])
 
@@ -142,8 +144,8 @@ def test_full_blocks_are_stored_as_they_get_computed_each_once() -> None:
 def test_blocks_that_came_after_admission_are_stored_at_the_end() -> None:
     rig = Rig()
     rig.half.update_state_after_alloc(request(), TABLE[:, :2], 0)
-    rig.half.request_computed(KEY, 8)
-    rig.half.request_computed(KEY, 18)
+    rig.half.request_computed(KEY, 8, NO_BLOCKS)
+    rig.half.request_computed(KEY, 18, NO_BLOCKS)
     (store,) = rig.orders()
     assert store.blocks.tolist() == [11, 12]
     assert rig.finish(20)
@@ -155,7 +157,7 @@ def test_blocks_that_came_after_admission_are_stored_at_the_end() -> None:
 def test_what_was_not_taken_is_stored_at_the_end() -> None:
     rig = Rig()
     rig.admit()
-    rig.half.request_computed(KEY, 18)
+    rig.half.request_computed(KEY, 18, NO_BLOCKS)
     assert len(rig.orders(is_taken=False)) == 1
     assert rig.finish(20)
     (store,) = rig.orders()
@@ -166,7 +168,7 @@ def test_what_was_generated_is_stored_but_for_the_last_token() -> None:
     for num_tokens, generated in ((21, [15]), (20, None), (25, [15, 16])):
         rig = Rig()
         rig.admit()
-        rig.half.request_computed(KEY, 18)
+        rig.half.request_computed(KEY, 18, NO_BLOCKS)
         rig.orders()
         assert rig.finish(num_tokens) is (generated is not None)
         orders = rig.orders()
@@ -176,7 +178,7 @@ def test_what_was_generated_is_stored_but_for_the_last_token() -> None:
 def test_of_a_prompt_that_may_not_be_computed_nothing_is_stored_at_the_end() -> None:
     rig = Rig()
     rig.admit()
-    rig.half.request_computed(KEY, 4)
+    rig.half.request_computed(KEY, 4, NO_BLOCKS)
     rig.orders()
     assert not rig.finish(18)
     assert rig.orders() == []
@@ -185,11 +187,11 @@ def test_of_a_prompt_that_may_not_be_computed_nothing_is_stored_at_the_end() -> 
 def test_a_preempted_request_announces_its_new_blocks() -> None:
     rig = Rig()
     rig.admit()
-    rig.half.request_computed(KEY, 8)
+    rig.half.request_computed(KEY, 8, NO_BLOCKS)
     rig.orders(is_taken=False)
     rig.half.request_preempted(KEY)
     rig.half.update_state_after_alloc(request(), TABLE[:, ::-1][:, :5], 0)
-    rig.half.request_computed(KEY, 12)
+    rig.half.request_computed(KEY, 12, NO_BLOCKS)
     (store,) = rig.orders()
     assert store.blocks.tolist() == [18, 17, 16]
 
@@ -197,7 +199,7 @@ def test_a_preempted_request_announces_its_new_blocks() -> None:
 def test_a_request_that_ends_without_blocks_keeps_none() -> None:
     rig = Rig()
     rig.admit()
-    rig.half.request_computed(KEY, 18)
+    rig.half.request_computed(KEY, 18, NO_BLOCKS)
     rig.half.request_preempted(KEY)
     rig.orders()
     assert not rig.finish(22, columns=0)
@@ -207,8 +209,8 @@ def test_of_a_session_that_went_on_only_announced_blocks_are_stored() -> None:
     """Its next input may not be computed when it ends; this half does not hear what was."""
     rig = Rig()
     rig.admit()
-    rig.half.request_computed(KEY, 18)
-    rig.half.request_computed(KEY, 26)
+    rig.half.request_computed(KEY, 18, NO_BLOCKS)
+    rig.half.request_computed(KEY, 26, NO_BLOCKS)
     rig.orders()
     assert not rig.finish(30)
     assert rig.orders() == []
@@ -219,7 +221,7 @@ def test_the_null_block_is_not_stored() -> None:
     table = TABLE[:, :5].copy()
     table[0, 1] = 0
     rig.half.update_state_after_alloc(request(), table, 0)
-    rig.half.request_computed(KEY, 18)
+    rig.half.request_computed(KEY, 18, NO_BLOCKS)
     (store,) = rig.orders()
     assert store.blocks.tolist() == [11, 13, 14]
 
@@ -227,7 +229,7 @@ def test_the_null_block_is_not_stored() -> None:
 def test_a_rank_that_does_not_produce_stores_nothing() -> None:
     rig = Rig(stores=False)
     rig.admit()
-    rig.half.request_computed(KEY, 18)
+    rig.half.request_computed(KEY, 18, NO_BLOCKS)
     assert not rig.finish(26)
     assert rig.orders() == []
 

@@ -25,6 +25,7 @@ PARAMS: dict[str, Any] = {
     "block_size": 4,
     "fingerprint": "f",
     "is_partial": False,
+    "is_pushed": False,
 }
 
 
@@ -34,6 +35,13 @@ def test_a_ticket_is_what_it_was_made_of() -> None:
     assert ticket.params() == PARAMS
     assert ticket.table().tolist() == [[1, 2, 3], [0, 5, 6]]
     assert ticket.table().dtype == np.int32
+
+
+def test_a_ticket_for_blocks_that_are_pushed_names_none() -> None:
+    pushed = PARAMS | {"is_pushed": True, "remote_block_ids": []}
+    ticket = parse_params(pushed)
+    assert isinstance(ticket, Ticket)
+    assert ticket.params() == pushed
 
 
 def test_a_hand_off_is_asked_for() -> None:
@@ -57,6 +65,7 @@ def test_a_hand_off_is_asked_for() -> None:
         ({"remote_block_ids": [1, 2, 3, 0, 5, 2**31]}, "remote_block_ids"),
         ({"remote_block_ids": [1, 2, 3, 0, 5, "6"]}, "remote_block_ids"),
         ({"remote_block_ids": []}, "remote_block_ids"),
+        ({"is_pushed": True}, "remote_block_ids has 6 ids; 9 tokens in blocks of 4 take 0 in 2 group"),
         ({"remote_port": 0}, "remote_port"),
         ({"remote_port": 65536}, "remote_port"),
         ({"remote_lease_id": 0}, "remote_lease_id"),
@@ -75,7 +84,7 @@ def test_other_tickets_are_unusable(changes: dict[str, Any], message: str) -> No
     assert message in parsed.message
 
 
-@pytest.mark.parametrize("name", sorted(set(PARAMS) - {"do_remote_decode", "is_partial"}))
+@pytest.mark.parametrize("name", sorted(set(PARAMS) - {"do_remote_decode", "is_partial", "is_pushed"}))
 def test_a_ticket_that_lacks_something_is_unusable(name: str) -> None:
     parsed = parse_params({key: value for key, value in PARAMS.items() if key != name})
     assert isinstance(parsed, Unusable)

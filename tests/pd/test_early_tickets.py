@@ -59,6 +59,23 @@ async def test_only_the_last_chunk_is_fetched_after_the_handoff(right):
 
 
 @in_loop(300)
+async def test_pushed_blocks_come_as_they_are_computed(right):
+    """All full blocks come by one early ticket, without being asked for; what is left is at most one block."""
+    push = {"kv_connector_extra_config": {"mode": "push"}}
+    async with running("prefill", "decode", scheduler=CHUNKS, kv_transfer=push) as pd:
+        decode = pd.rank("decode")
+        assert await pd.complete(PROMPTS[2], NUM_TOKENS) == right[2]
+        stats = await decode.stats()
+        assert stats["load"]["num_prefetched_tokens"] == len(PROMPTS[2]) // BLOCK_SIZE * BLOCK_SIZE
+        assert await pd.complete_all(PROMPTS, NUM_TOKENS) == right[:-1]
+        await pd.wait_until_nothing_is_held()
+        stats = await decode.stats()
+        assert stats["load"]["num_prompt_tokens"] == 0
+        assert stats["kv_transfer"]["load_failures"] == {}
+        assert list(stats["kv_transfer"]["lanes"]) == ["tcp"]
+
+
+@in_loop(300)
 async def test_a_prompt_that_is_preempted_while_its_kv_is_read(right):
     scheduler = {**CHUNKS, "policy": "priority", "max_num_seqs": 1}
     async with running("prefill", "decode", scheduler=scheduler, policy="priority") as pd:

@@ -22,15 +22,19 @@ def answers():
     return answers_of_one_rank(PROMPTS, NUM_TOKENS, GREEDY, SAMPLED)
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp", "nixl", "ucx", "mooncake"])
+@pytest.mark.parametrize(
+    ("transport", "mode"),
+    [("shm", "pull"), ("tcp", "pull"), ("tcp", "push"), ("nixl", "pull"), ("ucx", "pull"), ("mooncake", "pull")],
+)
 @in_loop(300)
-async def test_tokens_are_those_of_one_rank(transport, answers):
+async def test_tokens_are_those_of_one_rank(transport, mode, answers):
     try:
         make_transport(transport, SECRET)
     except TransferError as error:
         pytest.skip(f"{transport}: {error}")
     greedy, sampled = answers
-    async with running("prefill", "decode", kv_transfer={"kv_connector_extra_config": {"transport": transport}}) as pd:
+    extra = {"transport": transport, "mode": mode}
+    async with running("prefill", "decode", kv_transfer={"kv_connector_extra_config": extra}) as pd:
         assert await pd.complete_all(PROMPTS, NUM_TOKENS) == greedy
         # Now with prefix hits on both ranks.
         assert await pd.complete_all(PROMPTS, NUM_TOKENS) == greedy

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import numpy as np
+import numpy.typing as npt
 
 from kv_transfer.connector import ExternalMatch, KvRequest, LoadFinished, RequestKey
 from kv_transfer.params import KvParams
@@ -58,7 +59,7 @@ class SimulatedConnector:
         pending, self.pending = self.pending, []
         return pending or None
 
-    def request_computed(self, key: RequestKey, num_tokens: int) -> None:
+    def request_computed(self, key: RequestKey, num_tokens: int, block_ids: npt.NDArray[np.int32]) -> None:
         assert num_tokens > self.num_computed.get(key, 0)
         self.num_computed[key] = num_tokens
 
