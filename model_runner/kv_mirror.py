@@ -46,10 +46,10 @@ class KvMirror(KvMemory):
 
     def close(self) -> None:
         """Called when nobody copies any more."""
-        if self._is_locked:
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self._host.data_ptr()))
-            self._is_locked = False
         super().close()
+        if self._is_locked:
+            self._is_locked = False
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self._host.data_ptr()))
 
     def _copy(self, source: torch.Tensor, target: torch.Tensor, block_ids: npt.NDArray[np.int32]) -> None:
         # Sorted, so that runs are as long as can be.
