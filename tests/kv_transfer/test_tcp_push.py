@@ -7,6 +7,7 @@ that does not behave, the client is a bare socket.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -218,8 +219,6 @@ def test_a_connection_serves_one_receive_after_the_other(pair: tuple[Rank, Local
         assert_has(rank, ids(number, 30), ids(number + 1, number), peer.seed)
         wait_until(lambda grant=receive.grant: is_over(peer, grant), "the outbox is gone")
     assert len(grants) == 20
-    # One of pulls, and as many of receives as are kept.
-    wait_until(lambda: num_serving(peer) <= 1 + kv_transfer.tcp_peer.MAX_IDLE_RECEIVERS, "other connections are closed")
 
 
 def test_receives_at_once_do_not_mix(pair: tuple[Rank, LocalPeer, Peer]) -> None:
@@ -343,20 +342,33 @@ def test_receives_wait_for_their_turn_and_keep_no_pull_waiting(monkeypatch: pyte
         assert not hurried.grants
 
 
-def test_connections_end_when_they_have_been_idle(
-    pair: tuple[Rank, LocalPeer, Peer], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_few_idle_connections_are_kept_and_used_again(pair: tuple[Rank, LocalPeer, Peer]) -> None:
+    rank, peer, way = pair
+    # And one for pulls.
+    most_idle = kv_transfer.tcp_peer.MAX_IDLE_RECEIVERS + 1
+    push_ten(rank, peer, way)
+    wait_until(lambda: num_serving(peer) == most_idle, "the other connections are closed")
+    again = [Receive(rank, way, ids(number)) for number in range(most_idle - 1)]
+    assert all(receive.grant for receive in again)
+    assert num_serving(peer) == most_idle
+
+
+def test_idle_connections_end(pair: tuple[Rank, LocalPeer, Peer], monkeypatch: pytest.MonkeyPatch) -> None:
     rank, peer, way = pair
     monkeypatch.setattr(kv_transfer.tcp_connections, "CLIENT_IDLE_S", 0.05)
-    receives = [Receive(rank, way, ids(number)) for number in range(10)]
-    for receive in receives:
-        push_all(peer, receive.grant, ids(1))
-        assert receive.wait().reason is None
+    push_ten(rank, peer, way)
     # That for pulls has been idle since before.
     wait_until(lambda: num_serving(peer) == 1, "the connections are closed")
-    again = Receive(rank, way, ids(1))
-    push_all(peer, again.grant, ids(1))
-    assert again.wait().reason is None
+    push_ten(rank, peer, way)
+
+
+def push_ten(rank: Rank, peer: LocalPeer, way: Peer) -> None:
+    """To ten receives at a time."""
+    receives = [Receive(rank, way, ids(number)) for number in range(10)]
+    grants = [receive.grant for receive in receives]
+    for receive, grant in zip(receives, grants, strict=True):
+        push_all(peer, grant, ids(1))
+        assert receive.wait().reason is None
 
 
 # ---- stops ----
@@ -476,8 +488,12 @@ def test_client_that_does_not_read(large_peer: LocalPeer) -> None:
         wait_until(lambda: is_over(large_peer, grant), "the sender has given up")
 
 
-def test_client_that_stays_past_its_deadline(large_peer: LocalPeer) -> None:
-    with bare_client(large_peer, 3, timeout_s=0.1) as (sock, grant):
+@pytest.mark.parametrize("timeout_s", [0.1, math.inf])
+def test_client_that_stays_past_its_deadline(
+    large_peer: LocalPeer, monkeypatch: pytest.MonkeyPatch, timeout_s: float
+) -> None:
+    monkeypatch.setattr(kv_transfer.tcp_transport, "MAX_PULL_S", 0.2)
+    with bare_client(large_peer, 3, timeout_s) as (sock, grant):
         assert is_ended(sock)
         wait_until(lambda: is_over(large_peer, grant), "the outbox is gone")
 
@@ -493,6 +509,19 @@ def test_client_that_breaks_off(large_peer: LocalPeer, then: str) -> None:
         else:
             send_frame(sock, msgspec.msgpack.encode(PushRequest(1, 1.0)), soon())
         wait_until(lambda: is_over(large_peer, grant), "the sender has noticed")
+
+
+def test_no_descriptors_are_left_for_an_outbox(large_peer: LocalPeer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: int) -> int:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    with proved_connection(large_peer.endpoint) as sock:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "eventfd", fail)
+            send_frame(sock, msgspec.msgpack.encode(PushRequest(1, 5.0)), soon())
+            (num_bytes,) = STATUS.unpack(receive_exactly(sock, STATUS.size, soon()))
+            assert b"too many open files" in receive_exactly(sock, num_bytes, soon())
+        assert ask(sock, 1)
 
 
 @pytest.mark.parametrize("num_blocks", [0, -1])
