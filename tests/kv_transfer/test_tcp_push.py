@@ -185,7 +185,7 @@ def test_blocks_arrive_in_the_order_of_the_pushes(pair: tuple[Rank, LocalPeer, P
 
 def test_empty_pushes_runs_and_doubled_blocks(pair: tuple[Rank, LocalPeer, Peer]) -> None:
     rank, peer, way = pair
-    remote = [ids(), ids(5, 6, 7, 7, 7), ids(), ids(), np.arange(300, dtype=np.int32), ids(9, 8, 7), ids(5), ids()]
+    remote = [ids(), ids(5, 6, 7, 7, 7), ids(), ids(), np.arange(300, dtype=np.int32), ids(9, 8, 7), ids(), ids(5)]
     local = np.arange(100, 100 + sum(len(part) for part in remote), dtype=np.int32)
     receive = Receive(rank, way, local, timeout_s=math.inf)
 
@@ -357,8 +357,8 @@ def test_idle_connections_end(pair: tuple[Rank, LocalPeer, Peer], monkeypatch: p
     rank, peer, way = pair
     monkeypatch.setattr(kv_transfer.tcp_connections, "CLIENT_IDLE_S", 0.05)
     push_ten(rank, peer, way)
-    # That for pulls has been idle since before.
-    wait_until(lambda: num_serving(peer) == 1, "the connections are closed")
+    # That for pulls may have begun to be idle before.
+    wait_until(lambda: num_serving(peer) <= 1, "the connections are closed")
     push_ten(rank, peer, way)
 
 
@@ -391,18 +391,16 @@ def test_revoke(pair: tuple[Rank, LocalPeer, Peer]) -> None:
 
 def test_cancel_and_deadline_free_the_sender(pair: tuple[Rank, LocalPeer, Peer]) -> None:
     rank, peer, way = pair
-    late, cancelled = Receive(rank, way, ids(1, 2), timeout_s=0.3), Receive(rank, way, ids(3, 4))
-    grants = late.grant, cancelled.grant
-    for grant in grants:
-        push_all(peer, grant, ids(7))
+    late, cancelled = Receive(rank, way, ids(1, 2), timeout_s=0.2), Receive(rank, way, ids(3, 4))
+    push_all(peer, cancelled.grant, ids(7))
     wait_until(lambda: rank.memory.blocks[3].any(), "the first block has arrived")
     cancelled.transfer.cancel()
     cancelled.transfer.cancel()
 
     for receive in (late, cancelled):
         assert receive.wait().reason is FailureReason.TIMEOUT
-    for grant in grants:
-        wait_until(lambda grant=grant: is_over(peer, grant), "the sender has noticed")
+        for grant in receive.grants:
+            wait_until(lambda grant=grant: is_over(peer, grant), "the sender has noticed")
     wait_until(lambda: num_serving(peer) == 1, "the connections are closed")
     cancelled.transfer.cancel()
     late.only()
@@ -483,16 +481,16 @@ def test_after_a_revoke_nothing_is_read_from_the_pool() -> None:
 
 def test_client_that_does_not_read(large_peer: LocalPeer) -> None:
     blocks = np.arange(NUM_LARGE_BLOCKS, dtype=np.int32)
-    with bare_client(large_peer, NUM_LARGE_BLOCKS, timeout_s=0.3) as (_, grant):
+    with bare_client(large_peer, NUM_LARGE_BLOCKS, timeout_s=1.0) as (_, grant):
         push_all(large_peer, grant, blocks)
         wait_until(lambda: is_over(large_peer, grant), "the sender has given up")
 
 
-@pytest.mark.parametrize("timeout_s", [0.1, math.inf])
+@pytest.mark.parametrize("timeout_s", [0.3, math.inf])
 def test_client_that_stays_past_its_deadline(
     large_peer: LocalPeer, monkeypatch: pytest.MonkeyPatch, timeout_s: float
 ) -> None:
-    monkeypatch.setattr(kv_transfer.tcp_transport, "MAX_PULL_S", 0.2)
+    monkeypatch.setattr(kv_transfer.tcp_transport, "MAX_PULL_S", 0.3)
     with bare_client(large_peer, 3, timeout_s) as (sock, grant):
         assert is_ended(sock)
         wait_until(lambda: is_over(large_peer, grant), "the outbox is gone")
@@ -627,7 +625,7 @@ def test_kill_of_the_receiver(large_peer: LocalPeer, process: PushProcess, when:
 
 @pytest.mark.parametrize("ends_by", ["deadline", "revoke"])
 def test_receiver_that_stands_still(large_peer: LocalPeer, process: PushProcess, ends_by: str) -> None:
-    grant = process.receive(large_peer, NUM_LARGE_BLOCKS, timeout_s=0.5 if ends_by == "deadline" else PATIENCE_S)
+    grant = process.receive(large_peer, NUM_LARGE_BLOCKS, timeout_s=1.5 if ends_by == "deadline" else PATIENCE_S)
     process.send(signal.SIGSTOP)
     push_all(large_peer, grant, np.arange(NUM_LARGE_BLOCKS, dtype=np.int32))
     if ends_by == "revoke":
