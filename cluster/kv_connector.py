@@ -50,6 +50,7 @@ def make_connector(
         host=config.kv_ip or host,
         secret=secret,
         geometry=capacity.geometry,
+        pool_is_mirrored=capacity.is_kv_mirrored,
     )
     connector = find_connector(config)
     return ConnectorHalves(connector.make_scheduler_half(context), connector.make_worker_half(context))

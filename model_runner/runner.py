@@ -34,6 +34,8 @@ class Capacity:
     """The model's shape with this machine's measured limits."""
     geometry: Geometry | None = None
     """What its KV blocks hold; None where no other rank could use them."""
+    is_kv_mirrored: bool = False
+    """The runner computes elsewhere than in its `kv_memory` (see `KvMemory.is_mirror`)."""
 
 
 class KvHooks(Protocol):

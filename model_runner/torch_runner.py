@@ -138,6 +138,7 @@ class TorchRunner:
                 num_groups=1,
                 block_size_bytes=memory.block_size_bytes,
             ),
+            is_kv_mirrored=self._is_kv_mirrored,
         )
         logger.info(
             "loaded %s (%s) in %.1f s: %s on %s, %d threads, %d blocks of %d tokens (%.2f GiB)",

@@ -59,6 +59,7 @@ class SharedRunner:
         self._runner.kv_hooks = None
         self._runner.pool.blocks[1:] = 1000.0
         memory = self._runner.kv_memory()
+        assert memory.is_mirror == self._capacity.is_kv_mirrored
         if memory.is_mirror:
             memory.blocks.view(np.float32)[:] = 2000.0
         return self._capacity
