@@ -87,6 +87,11 @@ class RouterConfig(_Section):
     pd_fallback: bool = Field(
         default=True, description="Where all prefill or all decode ranks are gone, the others take their part."
     )
+    max_failovers: int = Field(
+        default=2,
+        ge=0,
+        description="So often a request that loses its rank goes on at another, with the same text; then it fails.",
+    )
 
     @field_validator("ha_proxy", mode="before")
     @classmethod

@@ -19,5 +19,6 @@ def router_settings(config: ClusterConfig, *, model_dir: Path, model_name: str, 
         stream_interval=config.scheduler.stream_interval,
         remote_prefill_min_tokens=config.router.remote_prefill_min_tokens if config.is_disaggregated else None,
         pd_fallback=config.router.pd_fallback,
+        max_failovers=config.router.max_failovers,
         rank_silence_timeout_s=config.router.rank_silence_timeout_s,
     )

@@ -33,7 +33,7 @@ class Choice:
     """Filled by its rank's link, in callbacks; emptied by its request's task.
 
     A link calls `add_token`, `prefill_done` and `take_ticket` any number of times and then exactly one of `finish` and
-    `fail`. When its rank hands it off, another link goes on with it.
+    `lose`. When its rank hands it off, or is lost, another link goes on with it.
     The task hears of the first token at once, then of every `stream_interval` tokens, and of the end.
     """
 
@@ -43,6 +43,7 @@ class Choice:
         "_min_tokens",
         "_num_taken_tokens",
         "_on_handoff",
+        "_on_lost",
         "_on_prefill_done",
         "_on_ticket",
         "_stop_text",
@@ -60,6 +61,7 @@ class Choice:
         "last_delta_at",
         "notify",
         "num_cached_tokens",
+        "num_failovers",
     )
 
     def __init__(
@@ -71,6 +73,7 @@ class Choice:
         notify: Callable[[Choice], None],
         on_prefill_done: Callable[[], None],
         on_handoff: Callable[[Choice, End], None],
+        on_lost: Callable[[Choice, ApiError], None],
         on_ticket: Callable[[Choice, KvParams], None],
     ) -> None:
         self.index = index
@@ -80,6 +83,8 @@ class Choice:
         """All its tokens so far, wherever they came from."""
         self.num_cached_tokens = 0
         """Prompt tokens that the rank which computed the prompt found in its prefix cache."""
+        self.num_failovers = 0
+        """How often it has lost its rank."""
         self.is_prefilled = False
         self.is_dirty = False
         self.last_delta_at: float | None = None
@@ -88,6 +93,7 @@ class Choice:
         self.notify = notify
         self._on_prefill_done = on_prefill_done
         self._on_handoff = on_handoff
+        self._on_lost = on_lost
         self._on_ticket = on_ticket
         self._stream_interval = stream_interval
         self._tokens: list[int] = []
@@ -138,14 +144,16 @@ class Choice:
         elif end.reason is FinishReason.ERROR:
             self.fail(ApiError(Cause.RANK_ERROR, f"rank {rank_id} could not finish the request: {end.message}"))
         elif end.reason is FinishReason.ABORT:
-            self.fail(
-                ApiError(Cause.RANK_LOST, f"rank {rank_id} stopped the request {end.message}".rstrip() + "; try again")
-            )
+            self.lose(ApiError(Cause.RANK_LOST, f"rank {rank_id} stopped the request {end.message}".rstrip()))
         else:
             if not self._was_handed_off:
                 self.num_cached_tokens = end.num_cached_tokens
             self.end = end
             self._mark_dirty()
+
+    def lose(self, error: ApiError) -> None:
+        """Its rank will not go on with it; `error` says why."""
+        self._on_lost(self, error)
 
     def fail(self, error: ApiError) -> None:
         if not self.is_ended:

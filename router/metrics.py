@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from enum import StrEnum
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -86,6 +87,14 @@ class RankFigures:
     kv_transfer: KvTransferLoad | None
 
 
+class FailoverOutcome(StrEnum):
+    """What became of a sequence that lost its rank."""
+
+    MOVED = "moved"
+    NO_RANK = "no_rank"
+    GIVEN_UP = "given_up"
+
+
 class RouterMetrics:
     """One router's registry. `ranks` and `counts` are read at each scrape."""
 
@@ -151,6 +160,14 @@ class RouterMetrics:
             ["peer", "fault"],
             registry=self.registry,
         )
+        self._failovers = Counter(
+            "serried_failovers",
+            "Sequences that lost their rank: moved to another, given up (max_failovers), or no_rank could take them.",
+            ["outcome"],
+            registry=self.registry,
+        )
+        for failover in FailoverOutcome:
+            self._failovers.labels(str(failover))
         for peer in ("rank", "control"):
             for fault in PeerFault:
                 self._peer_faults.labels(peer, str(fault))
@@ -180,6 +197,9 @@ class RouterMetrics:
     def placed(self, leg: Leg, role: PoolRole, num_tokens: int, num_cached_tokens: int) -> None:
         self._placement_tokens.labels(str(leg), str(role)).inc(num_tokens)
         self._placement_cached_tokens.labels(str(leg), str(role)).inc(num_cached_tokens)
+
+    def failover(self, outcome: FailoverOutcome) -> None:
+        self._failovers.labels(str(outcome)).inc()
 
     def peer_fault(self, peer: str, fault: PeerFault) -> None:
         self._peer_faults.labels(peer, str(fault)).inc()

@@ -1,6 +1,6 @@
 """One connection to one rank: submits, aborts, questions, and the frames that come back.
 
-Ownership: from `submit` on the link owes the choice exactly one `finish` or `fail`, whatever happens to the
+Ownership: from `submit` on the link owes the choice exactly one `finish` or `lose`, whatever happens to the
 connection; `abort` takes that duty back. Ids are the link's, never used twice.
 """
 
@@ -130,7 +130,7 @@ class RankLink:
         self._num_unseen_tokens += num_new_tokens
         if not self._connection.send(self._encoder.encode(msgspec.structs.replace(prepared, id=request_id))):
             self._forget(request_id)
-            choice.fail(self._lost("closed"))
+            choice.lose(self._lost("closed"))
         self._is_full = not self.has_room
         return request_id
 
@@ -280,11 +280,8 @@ class RankLink:
         if live:
             logger.warning("rank %s lost with %d sequences: %s", self.record.rank_id, len(live), closed.result())
         for choice in live.values():
-            choice.fail(self._lost(closed.result()))
+            choice.lose(self._lost(closed.result()))
         self._on_idle(self)
 
     def _lost(self, reason: str) -> ApiError:
-        return ApiError(
-            Cause.RANK_LOST,
-            f"the connection to rank {self.record.rank_id} was lost ({reason}); send the request again",
-        )
+        return ApiError(Cause.RANK_LOST, f"the connection to rank {self.record.rank_id} was lost ({reason})")

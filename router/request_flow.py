@@ -3,15 +3,22 @@
 Ownership: a flow owns its key in the queue counts and its sequences on the rank from `begin` on; `close`, which
 its owner calls exactly where the request ends, gives both back, whatever happened before. `close` is synchronous,
 so that no cancellation can come between.
+
+**Failover.** What a rank computes is a function of the tokens so far and of the sampling parameters, whose randomness
+counts positions and not draws. So a sequence whose rank is lost goes to another with its prompt and all tokens that
+have come, and goes on as if nothing had happened; its client sees a pause. A rank's last token and its end come in one
+frame: either both have been heard, or neither.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
+from typing import Any
 
 import msgspec
 
@@ -23,7 +30,7 @@ from router.control_messages import PoolRole
 from router.errors import ApiError, Cause, invalid
 from router.explanation import InRouter, RouterStage
 from router.grammar_check import GrammarChecker
-from router.metrics import RouterMetrics
+from router.metrics import FailoverOutcome, RouterMetrics
 from router.placement import Leg
 from router.prefix_index import PromptPrefix
 from router.protocol import (
@@ -35,6 +42,8 @@ from router.protocol import (
 from router.rank_link import RankLink
 from router.rank_pool import RankPool
 from router.tokenizer import ChatTokenizer
+
+logger = logging.getLogger(__name__)
 
 _UINT64 = (1 << 64) - 1
 
@@ -56,11 +65,13 @@ class RequestFlow:
         policy: str,
         stream_interval: int,
         remote_prefill_min_tokens: int | None,
+        max_failovers: int,
         on_close: Callable[[RequestFlow], None],
     ) -> None:
         """`request_id`: the answer's public id; `policy`: the ranks' scheduling policy.
 
         `remote_prefill_min_tokens`: shorter prompts are not worth a prefill rank; None: there are no such ranks.
+        `max_failovers`: so often a sequence may lose its rank and go to another.
         """
         self.request = request
         self.num_prompt_tokens = 0
@@ -68,6 +79,7 @@ class RequestFlow:
         self._policy = policy
         self._stream_interval = stream_interval
         self._remote_prefill_min_tokens = remote_prefill_min_tokens
+        self._max_failovers = max_failovers
         self._tokenizer = tokenizer
         self._grammar_checker = grammar_checker
         self._control = control
@@ -81,7 +93,7 @@ class RequestFlow:
         self._stage = RouterStage.ADMISSION
         self._choices: list[Choice] = []
         self._submits: list[Submit] = []
-        """Of each choice, as it was first sent."""
+        """Of each choice, its prompt, for a rank that does all."""
         self._prefixes: list[PromptPrefix] = []
         """Of each choice's prompt."""
         self._places: dict[int, tuple[RankLink, int]] = {}
@@ -253,13 +265,12 @@ class RequestFlow:
             self._notify,
             partial(self._prefill_done, num_tokens),
             self._on_handoff,
+            self._on_lost,
             self._on_ticket,
         )
         self._choices.append(choice)
         self._num_open += 1
         request, asked = self.request, self.request.output_grammar
-        # With nobody there who could go on, the prefill rank had better keep it.
-        hands_off = leg is Leg.PREFILL and link.record.role is PoolRole.PREFILL and self._pool.expects(Leg.DECODE)
         prepared = Submit(
             0,
             token_ids,
@@ -269,14 +280,32 @@ class RequestFlow:
             cache_salt=request.cache_salt or "",
             reads_prefix_cache=not request.skip_reading_prefix_cache,
             grammar=None if asked is None else asked[1],
+        )
+        self._submits.append(prepared)
+        self._prefixes.append(prefix)
+        self._send(choice, leg, link)
+
+    def _send(self, choice: Choice, leg: Leg, link: RankLink) -> None:
+        """Have this rank compute the prompt, and go on behind what has been generated, or hand off."""
+        # With nobody there who could go on, the prefill rank had better keep it.
+        hands_off = leg is Leg.PREFILL and link.record.role is PoolRole.PREFILL and self._pool.expects(Leg.DECODE)
+        prepared = msgspec.structs.replace(
+            self._with_generated(choice),
             hands_off=hands_off,
             kv_transfer_params={"do_remote_decode": True} if hands_off else None,
         )
         self._metrics.routed(leg, link.record.role)
-        self._submits.append(prepared)
-        self._prefixes.append(prefix)
-        num_uncached = self._num_uncached_tokens(leg, link, prefix)
-        self._places[choice.index] = (link, link.submit(prepared, choice, num_uncached))
+        num_uncached = self._num_uncached_tokens(leg, link, self._prefixes[choice.index])
+        num_new_tokens = num_uncached + len(choice.generated)
+        self._places[choice.index] = (link, link.submit(prepared, choice, num_new_tokens))
+
+    def _with_generated(self, choice: Choice) -> Submit:
+        """The submit of its prompt, and of the tokens that have come."""
+        first, generated = self._submits[choice.index], choice.generated
+        if not generated:
+            return first
+        token_ids = first.token_ids + struct.pack(f"<{len(generated)}i", *generated)
+        return msgspec.structs.replace(first, token_ids=token_ids, num_generated=len(generated))
 
     def _num_uncached_tokens(self, leg: Leg, link: RankLink, prefix: PromptPrefix) -> int:
         """Of the prompt, which goes to this rank now."""
@@ -308,7 +337,10 @@ class RequestFlow:
         if link is not None:
             self._go_on(choice, link, end, handed_off_at)
             return
-        move = self._loop.create_task(self._move(choice, before, end, handed_off_at))
+        self._start_move(self._move(choice, before, end, handed_off_at))
+
+    def _start_move(self, moving: Coroutine[Any, Any, None]) -> None:
+        move = self._loop.create_task(moving)
         self._moves.add(move)
         move.add_done_callback(self._moves.discard)
 
@@ -321,18 +353,43 @@ class RequestFlow:
             self._go_on(choice, link, end, handed_off_at)
 
     def _go_on(self, choice: Choice, link: RankLink, end: End, handed_off_at: float) -> None:
-        first = self._submits[choice.index]
-        prepared = msgspec.structs.replace(
-            first,
-            token_ids=first.token_ids + struct.pack(f"<{len(choice.generated)}i", *choice.generated),
-            num_generated=len(choice.generated),
-            hands_off=False,
-            kv_transfer_params=end.kv_transfer_params,
-        )
+        prepared = msgspec.structs.replace(self._with_generated(choice), kv_transfer_params=end.kv_transfer_params)
         num_uncached = self._num_uncached_tokens(Leg.DECODE, link, self._prefixes[choice.index])
         num_new_tokens = 1 if end.kv_transfer_params else num_uncached + len(choice.generated)
         choice.handed_off_at = handed_off_at
         self._places[choice.index] = (link, link.submit(prepared, choice, num_new_tokens))
+
+    def _on_lost(self, choice: Choice, error: ApiError) -> None:
+        """Its rank is gone, or has given it up: another goes on, unless that has happened too often."""
+        if self._is_closed or choice.is_ended:
+            return
+        self._next_links.pop(choice.index, None)
+        if choice.num_failovers >= self._max_failovers:
+            self._metrics.failover(FailoverOutcome.GIVEN_UP)
+            tried = f"; it was moved {choice.num_failovers} times before" if choice.num_failovers else ""
+            choice.fail(ApiError(error.cause, f"{error.message}{tried}; send the request again"))
+            return
+        choice.num_failovers += 1
+        self._start_move(self._fail_over(choice, error))
+
+    async def _fail_over(self, choice: Choice, error: ApiError) -> None:
+        lost_at = self._loop.time()
+        try:
+            leg, link = await self._place(self._prefixes[choice.index])
+        except ApiError as no_rank:
+            self._metrics.failover(FailoverOutcome.NO_RANK)
+            choice.fail(ApiError(error.cause, f"{error.message}, and {no_rank.message}"))
+            return
+        self._metrics.failover(FailoverOutcome.MOVED)
+        logger.info(
+            "%s goes on at rank %s behind %d tokens after %.3f s: %s",
+            self.request_id,
+            link.record.rank_id,
+            len(choice.generated),
+            self._loop.time() - lost_at,
+            error.message,
+        )
+        self._send(choice, leg, link)
 
     def _notify(self, choice: Choice) -> None:
         self._dirty.append(choice)

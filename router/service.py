@@ -51,6 +51,7 @@ class RouterSettings(BaseModel):
         "None: there are no such ranks.",
     )
     pd_fallback: bool = Field(default=True, description="Any rank takes any part of a request, rather than none.")
+    max_failovers: int = Field(default=2, ge=0, description="So often a sequence that loses its rank goes to another.")
     rank_silence_timeout_s: float = Field(
         default=10.0, gt=0, description="A rank that sends nothing for so long counts as lost; it should every second."
     )
@@ -132,6 +133,7 @@ class RouterService:
             policy=self.settings.policy,
             stream_interval=self.settings.stream_interval,
             remote_prefill_min_tokens=self.settings.remote_prefill_min_tokens,
+            max_failovers=self.settings.max_failovers,
             on_close=self._on_flow_closed,
         )
         self._flows.add(flow)

@@ -199,6 +199,7 @@ OTHER_SECTIONS: dict[str, dict[str, Any]] = {
         "rank_silence_timeout_s": 3.5,
         "remote_prefill_min_tokens": 7,
         "pd_fallback": False,
+        "max_failovers": 5,
     },
     "kv_transfer": {
         "kv_connector": "OffloadConnector",

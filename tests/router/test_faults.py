@@ -83,55 +83,6 @@ async def test_a_client_that_leaves_while_no_rank_is_there_releases_its_counts(t
 
 
 @in_loop
-async def test_a_rank_killed_in_a_stream_ends_it_with_an_error_event(tmp_path: Path) -> None:
-    async with running(tmp_path, reply=MANY, num_ranks=2) as cluster:
-        for rank in cluster.ranks:
-            rank.allowance = 3
-        async with cluster.client.stream(
-            "POST", "/v1/completions", json={"model": MODEL, "prompt": "hi", "max_tokens": 100, "stream": True}
-        ) as response:
-            lines = response.aiter_lines()
-            text = ""
-            while text != "xxx":
-                line = await anext(lines)
-                text += json.loads(line[6:])["choices"][0]["text"] if line else ""
-            victim = next(rank for rank in cluster.ranks if rank.submits)
-            victim.kill()
-            rest = [line async for line in lines if line]
-        assert json.loads(rest[0][6:])["error"]["code"] == "rank_lost"
-        assert f"mixed/{victim.index}" in rest[0]
-        assert rest[1:] == ["data: [DONE]"]
-        for rank in cluster.ranks:
-            rank.allow(float("inf"))
-        answers = [await cluster.complete() for _ in range(4)]
-        assert [answer.status_code for answer in answers] == [200] * 4
-
-
-@in_loop
-async def test_a_rank_killed_in_a_whole_answer_gives_an_error_body(tmp_path: Path) -> None:
-    async with running(tmp_path, reply=MANY) as cluster:
-        cluster.ranks[0].allowance = 3
-        waiting = asyncio.create_task(cluster.complete(max_tokens=100))
-        await until(lambda: cluster.ranks[0].allowance == 0)
-        cluster.ranks[0].kill()
-        answer = await waiting
-        assert (answer.status_code, answer.json()["error"]["code"]) == (502, "rank_lost")
-        assert "retry-after" in answer.headers
-        none_left = await cluster.complete()
-        assert (none_left.status_code, none_left.json()["error"]["code"]) == (503, "no_rank_available")
-        assert "retry-after" in none_left.headers
-
-
-@in_loop
-async def test_a_silent_rank_counts_as_lost(tmp_path: Path) -> None:
-    async with running(tmp_path, rank_silence_timeout_s=0.3) as cluster:
-        cluster.ranks[0].allowance = 0
-        answer = await cluster.complete()
-        assert (answer.status_code, answer.json()["error"]["code"]) == (502, "rank_lost")
-        assert "nothing heard" in answer.json()["error"]["message"]
-
-
-@in_loop
 async def test_a_rank_that_comes_back_is_another_one(tmp_path: Path) -> None:
     async with running(tmp_path, rank_wait_timeout_s=5) as cluster:
         cluster.ranks[0].kill()
