@@ -2,9 +2,12 @@
 
     serried serve ── supervisor (launcher.py: ports, environment, signals, the last kill; never imports Ray)
         └─ driver (driver.py: Ray, control actor, Serve application, waits for ready, orderly shutdown)
-             └─ Ray ─ control actor (control.py: ledger + membership behind one framed TCP endpoint)
+             └─ Ray ─ control actor (control_actor.py; control.py: ledger + membership behind one TCP endpoint)
                     ─ Serve ─ router replicas (router_replica.py) ─ HAProxy in front of them
                             ─ rank replicas (rank.py → rank_server.py → rank_loop.py), one deployment per pool
+
+Ray is our own, on this machine (`own_ray`, `ray_head`), or a cluster that runs, with others on it (`existing_ray`);
+both are a `ray_host` to the driver. `node_survey` looks at the nodes, `node_plan` (pure) says what ranks ask for and get there.
 
 Ray and Serve own placement, health, restarts and the order of life; requests and tokens never pass through them.
 A rank registers itself with the control actor and is a member as long as that connection lives; routers learn the
@@ -17,6 +20,6 @@ scheduler, where steps are planned ahead a thread `rank-executor` that alone tou
 threads that compile grammars (`structured_output`, `grammar_matcher`): two, more only while some are stuck, and one for
 their deadlines. Threads hand each other messages through the step loop's inbox and the IO loop's callbacks.
 
-Every process carries the run's id in its environment (`environment`), so that the supervisor can find and end whatever
-outlives an orderly shutdown (`processes`).
+On our own Ray every process carries the run's id in its environment (`environment`), so that the supervisor can find
+and end whatever outlives an orderly shutdown (`processes`). On another's, the control actor's lease sees to that.
 """

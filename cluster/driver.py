@@ -317,13 +317,15 @@ class Driver:
         print(f"\n  curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' -d {body}\n", flush=True)
 
     def _shut_down(self) -> None:
-        self._progress.line("stopping: ending streams, then Serve, then Ray")
         is_own = self._config.ray.is_own
         ends_by = time.monotonic() + shutdown_timeout_s(self._config)
         serve_ends_by = ends_by - RAY_SHUTDOWN_TIMEOUT_S
         serve_takes = SERVE_SHUTDOWN_TIMEOUT_S if is_own else EXISTING_SERVE_SHUTDOWN_TIMEOUT_S
-        with contextlib.suppress(Exception):
-            self._end_streams(serve_ends_by - serve_takes)
+        if self._control is not None:
+            what = "Serve, then Ray" if is_own else "what runs on Ray for this"
+            self._progress.line(f"stopping: ending streams, then {what}")
+            with contextlib.suppress(Exception):
+                self._end_streams(serve_ends_by - serve_takes)
         # Ray tells of each actor that ends, on this process's output, as of a failure.
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             self._ray.shut_down(serve_ends_by, ends_by)

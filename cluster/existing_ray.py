@@ -66,6 +66,8 @@ class ExistingRay:
             raise StartError(f"{self._what()} has not let us in within {CONNECT_TIMEOUT_S:.0f} s; see `ray status`")
         if failed:
             raise StartError(self._why_not_connected(failed[0])) from failed[0]
+        if (owner := self._owner()) is not None:
+            raise StartError(self._taken(owner))
         self._facts = survey()
         self._report_switches()
 
@@ -89,7 +91,8 @@ class ExistingRay:
                 .remote(*arguments, None, f"serried serve, process {os.getpid()} on {socket.gethostname()}")
             )
         except ValueError as error:
-            raise StartError(self._who_has_it()) from error
+            # Since `connect`, somebody was quicker.
+            raise StartError(self._taken(self._owner())) from error
         self._control = control
         threading.Thread(target=self._renew_forever, name="lease", daemon=True).start()
         return control
@@ -167,13 +170,20 @@ class ExistingRay:
             remedy = "run serried on a node of that cluster: `ray start --address=HOST:PORT` makes this machine one"
         return f"{self._what()} does not let us in: {said or type(error).__name__}; {remedy}"
 
-    def _who_has_it(self) -> str:
+    def _owner(self) -> str | None:
+        """Whose control actor there is, None if there is none."""
         import ray
 
-        owner = "another serried serve"
-        with contextlib.suppress(Exception):
+        try:
             control = ray.get_actor(CONTROL_NAME, namespace=CONTROL_NAMESPACE)
-            owner = ray.get(control.owner.remote(), timeout=CALL_TIMEOUT_S)
+        except ValueError:
+            return None
+        with contextlib.suppress(Exception):
+            owner: str = ray.get(control.owner.remote(), timeout=CALL_TIMEOUT_S)
+            return owner
+        return "one that does not answer"
+
+    def _taken(self, owner: str | None) -> str:
         return (
             f"this Ray cluster has a serried already ({owner}), and there can be one; stop it with Ctrl-C where it "
             f"runs. If it is gone, what it left goes within {LEASE_S:.0f} s"

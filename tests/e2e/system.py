@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -49,7 +49,8 @@ def wait_for(condition: Callable[[], bool], timeout_s: float, what: Callable[[],
 class ServeProcess:
     """`serried serve` with the given flags. Its output goes to a file, so that it never blocks on a pipe."""
 
-    def __init__(self, *flags: str, port: int | None = None) -> None:
+    def __init__(self, *flags: str, port: int | None = None, env: Mapping[str, str] | None = None) -> None:
+        """`env`: besides this process's."""
         self.port = port or free_port()
         self._output = tempfile.NamedTemporaryFile("w+", suffix=".log")  # noqa: SIM115
         self.process = subprocess.Popen(
@@ -57,6 +58,7 @@ class ServeProcess:
             stdin=subprocess.DEVNULL,
             stdout=self._output,
             stderr=subprocess.STDOUT,
+            env={**os.environ, **(env or {})},
         )
 
     def __enter__(self) -> Self:
