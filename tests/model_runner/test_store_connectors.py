@@ -271,20 +271,30 @@ def test_in_a_pool_for_few_the_host_s_memory_remembers_for_many(
     )
 
 
-@pytest.mark.parametrize("async_scheduling", [False, True])
-def test_a_hundred_requests_in_a_pool_for_five(
-    tiny: SharedRunner, make: MakeEngine, store: Connector, async_scheduling: bool
-) -> None:
-    """Many prefixes, all stored and loaded at the same time, preempted and aborted."""
+@pytest.fixture(scope="module")
+def many(tiny: SharedRunner) -> tuple[list[list[int]], list[list[int]]]:
+    """Prompts with many prefixes, and what is answered without any store."""
     rng = random.Random(3)
     prefixes = [[rng.randrange(90) for _ in range(48)] for _ in range(10)]
-    many = [[*rng.choice(prefixes), *(rng.randrange(90) for _ in range(rng.randint(1, 20)))] for _ in range(100)]
-    expected = answers(Engine(tiny, SchedulerConfig(max_num_seqs=MAX_NUM_SEQS)), many, 6)
+    prompts = [[*rng.choice(prefixes), *(rng.randrange(90) for _ in range(rng.randint(1, 20)))] for _ in range(100)]
+    return prompts, answers(Engine(tiny, SchedulerConfig(max_num_seqs=MAX_NUM_SEQS)), prompts, 6)
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_a_hundred_requests_in_a_pool_for_five(
+    tiny: SharedRunner,
+    make: MakeEngine,
+    store: Connector,
+    many: tuple[list[list[int]], list[list[int]]],
+    async_scheduling: bool,
+) -> None:
+    """Many prefixes, all stored and loaded at the same time, preempted and aborted."""
+    prompts, expected = many
     options = {"num_blocks": 27, "max_model_len": 96, "async_scheduling": async_scheduling}
     computed = []
     for _ in range(2):
         engine = make(tiny, store, **options)
-        for number, prompt in enumerate(many):
+        for number, prompt in enumerate(prompts):
             engine.submit(number, prompt, 6)
             if number % 10 == 9:
                 engine.submit(1000 + number, prompt, 6)
