@@ -7,7 +7,8 @@
                             ─ rank replicas (rank.py → rank_server.py → rank_loop.py), one deployment per pool
 
 Ray is our own, on this machine (`own_ray`, `ray_head`), or a cluster that runs, with others on it (`existing_ray`);
-both are a `ray_host` to the driver. `node_survey` looks at the nodes, `node_plan` (pure) says what ranks ask for and get there.
+both are a `ray_host` to the driver. `node_survey` looks at the nodes, `node_plan` (pure) says what ranks ask for and
+get there.
 
 Ray and Serve own placement, health, restarts and the order of life; requests and tokens never pass through them.
 A rank registers itself with the control actor and is a member as long as that connection lives; routers learn the

@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +33,7 @@ from rich.console import Console
 from cluster.config import ClusterConfig
 from cluster.control_actor import ControlActor, FailedStart
 from cluster.existing_ray import ExistingRay
-from cluster.node_plan import demands, missing
+from cluster.node_plan import Node, demands, missing
 from cluster.own_ray import OwnRay
 from cluster.processes import RUN_ID_VARIABLE, kill_run
 from cluster.progress import Progress
@@ -195,7 +195,7 @@ class Driver:
         from cluster.removal import APPLICATION_NAME
 
         nodes = self._ray.nodes()
-        for lacking in self._lacking({}):
+        for lacking in self._lacking(nodes, {}):
             self._progress.line(f"{lacking}; waiting until the cluster has more", style="yellow")
         path = self._config.model.path
         # On a machine of our own the ranks need not look it up again; elsewhere each node has its own.
@@ -223,11 +223,11 @@ class Driver:
                 "to get another route_prefix"
             ) from error
 
-    def _lacking(self, num_ready: Mapping[str, int]) -> list[str]:
-        """For which ranks, besides those of each pool that are ready, Ray has no room now; a sentence a pool."""
-        nodes = self._ray.nodes()
+    def _lacking(self, nodes: Sequence[Node], num_ready: Mapping[str, int]) -> list[str]:
+        """For which ranks, besides those of each pool that are ready, `nodes` have no room; a sentence a pool."""
+        asked = demands(self._config, self._ray.nodes())
         left = {pool: settings.num_ranks - num_ready.get(pool, 0) for pool, settings in self._config.pools.items()}
-        return [str(each) for each in missing(demands(self._config, nodes), left, nodes)]
+        return [str(each) for each in missing(asked, left, nodes)]
 
     def _await_members(self, serving: Future[None]) -> None:
         """Wait until every rank is a member, Serve calls the application running, and its start is over."""
@@ -253,7 +253,7 @@ class Driver:
                 ready = Counter(member["pool"] for member in snapshot["members"])
                 raise StartError(
                     f"after {START_TIMEOUT_S:.0f} s {num_ready} of {self._config.num_ranks} ranks are ready and Serve "
-                    f"says {state}" + "".join(f"; {lacking}" for lacking in self._lacking(ready))
+                    f"says {state}" + "".join(f"; {lacking}" for lacking in self._lacking(self._ray.nodes_now(), ready))
                 )
             self._pause()
 

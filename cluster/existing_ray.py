@@ -13,6 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from cluster.config import ClusterConfig
@@ -42,6 +43,7 @@ class ExistingRay:
         self._address = config.ray.address
         self._progress = progress
         self._facts: dict[str, NodeFacts] = {}
+        self._nodes: list[Node] = []
         self._control: Any = None
         self._started_serve = False
         self._http = (config.router.host, config.router.port)
@@ -68,10 +70,20 @@ class ExistingRay:
             raise StartError(self._why_not_connected(failed[0])) from failed[0]
         if (owner := self._owner()) is not None:
             raise StartError(self._taken(owner))
+        # Even a task that asks for nothing may hold a CPU for a moment.
+        free = free_nodes({})
         self._facts = survey()
+        self._nodes = [
+            replace(node, num_cores=facts.num_cores, available_bytes=facts.available_bytes)
+            for node in free
+            if (facts := self._facts.get(node.node_id)) is not None
+        ]
         self._report_switches()
 
     def nodes(self) -> list[Node]:
+        return self._nodes
+
+    def nodes_now(self) -> list[Node]:
         return free_nodes(self._facts)
 
     def start_control(self, actor: Any, *arguments: Any) -> Any:

@@ -84,17 +84,15 @@ def survey() -> dict[str, NodeFacts]:
     return facts
 
 
-def free_nodes(facts: dict[str, NodeFacts]) -> list[Node]:
-    """The nodes of `facts` that are still alive, with what Ray has to give there now."""
+def free_nodes(facts: Mapping[str, NodeFacts]) -> list[Node]:
+    """Every node that is alive, with what Ray has to give there now; one without facts has no cores and no memory."""
     import ray
     from ray._private.state import available_resources_per_node
 
     # Ray has no public call for what is free on each node.
     free: dict[str, dict[str, float]] = available_resources_per_node()
     return [
-        _node(node, free.get(node_id, {}), facts[node_id])
-        for node in ray.nodes()
-        if node["Alive"] and (node_id := node["NodeID"]) in facts
+        _node(node, free.get(node["NodeID"], {}), facts.get(node["NodeID"])) for node in ray.nodes() if node["Alive"]
     ]
 
 
@@ -107,14 +105,14 @@ def node_here() -> Node:
     return _node(node, node["Resources"], look())
 
 
-def _node(node: dict[str, Any], resources: Mapping[str, float], facts: NodeFacts) -> Node:
+def _node(node: dict[str, Any], resources: Mapping[str, float], facts: NodeFacts | None) -> Node:
     return Node(
         node_id=node["NodeID"],
         address=node["NodeManagerAddress"],
         num_cpus=resources.get("CPU", 0.0),
         num_gpus=resources.get("GPU", 0.0),
-        num_cores=facts.num_cores,
-        available_bytes=facts.available_bytes,
+        num_cores=facts.num_cores if facts else 0,
+        available_bytes=facts.available_bytes if facts else 0,
     )
 
 

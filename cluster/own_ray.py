@@ -37,6 +37,9 @@ class OwnRay:
         node_id = ray.get_runtime_context().get_node_id()
         return [Node(node_id, LOOPBACK, num_cores(), 0, num_cores(), available_memory_bytes())]
 
+    def nodes_now(self) -> list[Node]:
+        return self.nodes()
+
     def start_control(self, actor: Any, *arguments: Any) -> Any:
         import ray
 

@@ -26,7 +26,10 @@ class RayHost(Protocol):
         """Connect this process, starting Ray if it is ours."""
 
     def nodes(self) -> list[Node]:
-        """What is free now."""
+        """As they were before anything of ours ran there: what a plan is made for."""
+
+    def nodes_now(self) -> list[Node]:
+        """What Ray has to give now, also on nodes that have come since, of which no more is known."""
 
     def start_control(self, actor: Any, *arguments: Any) -> Any:
         """Create the control actor of class `actor`, named; returns its handle."""
