@@ -2,11 +2,11 @@
 
 A connector has two halves. The **scheduler half** is pure: called from the scheduler, between steps, it decides and
 remembers. The **worker half** moves data, at the edge. What the first wants moved goes to the second as the metadata
-of a step's plan, and comes back as events, at any time, perhaps late or twice. Names and call order follow the
-field's reference.
+of a step's plan, and comes back as events, at any time, also long after its request has ended. Names and call order
+follow the field's reference.
 
-A connector must end every load that it was asked for with a `LoadFinished`, and every request whose blocks it asked
-to keep with a `SendFinished`, each within a deadline of its own, whatever its peers do: also if they die, and also if
+A connector must end every load that it was asked for with one `LoadFinished` (no second one: the request may be loading
+again by then), and every request whose blocks it asked to keep with a `SendFinished`, each within a deadline of its own, whatever its peers do: also if they die, and also if
 the request has ended meanwhile or its owner is gone. The scheduler has no timer for them. Until then the request
 waits, and the blocks, which somebody may still write or read, are nobody else's.
 """
