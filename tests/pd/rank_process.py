@@ -1,30 +1,30 @@
-"""One real rank without Ray: a `RankServer` around the real model, told what to do on its standard input.
+"""One real rank without Ray: a `RankServer` around the real model, told what to do over a connection.
 
-`python -m tests.pd.rank_process JSON`; one JSON answer per line, for `stats`, `integrity`, `shut` and `open` (a gate
-in the way of pulls, see `gate`) and (first, unasked) the rank's id. It ends with its standard input.
+It is asked for `stats`, `integrity`, `shut` and `open` (a gate in the way of pulls, see `gate`), and answers each in
+JSON; what it says first, unasked, is the rank's id. It ends when the connection is closed.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import sys
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from cluster.rank_server import RankServer
+from kv_transfer.config import KVTransferConfig
+from kv_transfer.pull_orders import LoadBlocks
+from kv_transfer.pull_worker import PullWorker
+from kv_transfer.tcp_transport import TcpTransport
+from model_runner.torch_runner import TorchRunner
+from rank_scheduler.config import CacheConfig, SchedulerConfig
+from router.control_messages import PoolRole
+from tests.pd.gate import Gate
 
-def main() -> None:
-    options: dict[str, Any] = json.loads(sys.argv[1])
-    from cluster.rank_server import RankServer
-    from kv_transfer.config import KVTransferConfig
-    from kv_transfer.pull_orders import LoadBlocks
-    from kv_transfer.pull_worker import PullWorker
-    from kv_transfer.tcp_transport import TcpTransport
-    from model_runner.torch_runner import TorchRunner
-    from rank_scheduler.config import CacheConfig, SchedulerConfig
-    from router.control_messages import PoolRole
-    from tests.pd.gate import Gate
 
+def serve(options: dict[str, Any], connection: Connection) -> None:
+    """All that the process does, and in it only: it changes classes."""
     gate, most_loads = Gate(TcpTransport), 0
     start_load_kv = PullWorker.start_load_kv
 
@@ -66,10 +66,12 @@ def main() -> None:
     )
     answer: Any = server.start()
     while True:
-        print(json.dumps(answer), flush=True)
-        match sys.stdin.readline().strip():
-            case "":
-                break
+        connection.send_bytes(json.dumps(answer).encode())
+        try:
+            question = connection.recv_bytes().decode()
+        except EOFError:
+            break
+        match question:
             case "stats":
                 answer = server.stats() | {
                     "num_threads": len(os.listdir("/proc/self/task")),
@@ -89,7 +91,3 @@ def main() -> None:
             case other:
                 raise ValueError(f"{other!r} is no question; ask for stats, integrity, shut or open")
     server.stop()
-
-
-if __name__ == "__main__":
-    main()

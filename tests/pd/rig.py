@@ -10,14 +10,18 @@ import contextlib
 import functools
 import itertools
 import json
+import multiprocessing
 import os
 import random
 import signal
-import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from cluster.control import ControlEndpoint
 from model_runner.embedded import embedded_model_dir
@@ -30,6 +34,7 @@ from router.protocol import CompletionRequest, parse
 from router.service import RouterService, RouterSettings
 from router.tokenizer import ChatTokenizer
 from tests.engine import Engine
+from tests.pd.rank_process import serve
 
 SECRET = b"a secret of the tests, 32 bytes."
 HOST = "127.0.0.1"
@@ -100,7 +105,7 @@ def answers_of_one_rank(
         scheduler=config,
         cache=cache,
         dtype="float32",
-        num_threads=1,
+        num_threads=2,
         max_model_len=MAX_MODEL_LEN,
     )
     engine = Engine(runner, config)
@@ -114,43 +119,59 @@ def answers_of_one_rank(
     return answers
 
 
+@functools.cache
+def _processes() -> ForkServerContext:
+    """Ranks are forked from a process that has imported all they need, which would be most of their start."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([serve.__module__])
+    with mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):
+        forkserver.ensure_running()
+    return context
+
+
 @dataclass
 class RankProcess:
     """Questions are answered in order, one at a time."""
 
     role: str
-    process: asyncio.subprocess.Process
+    process: ForkServerProcess
+    connection: Connection
     rank_id: str = ""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
     def pid(self) -> int:
+        assert self.process.pid is not None
         return self.process.pid
 
     async def ask(self, question: str) -> Any:
-        assert self.process.stdin is not None
         async with self.lock:
-            self.process.stdin.write(f"{question}\n".encode())
+            self.connection.send_bytes(question.encode())
             return await self.answer()
 
     async def answer(self) -> Any:
-        assert self.process.stdout is not None
-        async with asyncio.timeout(START_TIMEOUT_S):
-            line = await self.process.stdout.readline()
-        assert line, f"the {self.role} rank has ended"
-        return json.loads(line)
+        loop, can_read = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_reader(self.connection.fileno(), can_read.set)
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                await can_read.wait()
+            return json.loads(self.connection.recv_bytes())
+        except EOFError:
+            raise AssertionError(f"the {self.role} rank has ended") from None
+        finally:
+            loop.remove_reader(self.connection.fileno())
 
     async def stats(self) -> dict[str, Any]:
         answer: dict[str, Any] = await self.ask("stats")
         return answer
 
     def signal(self, number: signal.Signals) -> None:
-        os.kill(self.process.pid, number)
+        os.kill(self.pid, number)
 
-    async def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            self.process.kill()
-        await self.process.wait()
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.connection.close()
 
 
 class Lost(Exception):
@@ -202,23 +223,19 @@ class PdSystem:
             "role": role,
             "pool": role,
         }
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "tests.pd.rank_process",
-            json.dumps(options),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )
-        rank = RankProcess(role, process)
+        ours, theirs = multiprocessing.Pipe()
+        process = _processes().Process(target=serve, args=(options, theirs), daemon=True)
+        with theirs:
+            # It may take the time of all imports.
+            await asyncio.to_thread(process.start)
+        rank = RankProcess(role, process, ours)
         self.ranks.append(rank)
         rank.rank_id = await rank.answer()
         return rank
 
     @property
     def living(self) -> list[RankProcess]:
-        return [rank for rank in self.ranks if rank.process.returncode is None]
+        return [rank for rank in self.ranks if rank.process.is_alive()]
 
     def rank(self, role: str) -> RankProcess:
         """The youngest of this role."""
@@ -359,5 +376,5 @@ async def running(
     finally:
         await service.stop()
         for rank in system.ranks:
-            await rank.kill()
+            rank.kill()
         await control.stop()

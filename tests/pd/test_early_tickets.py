@@ -94,7 +94,7 @@ async def test_ranks_that_die_while_a_prompt_is_read(right):
     async with running("prefill", "decode", kv_transfer=kv_transfer, scheduler=CHUNKS) as pd:
         request = asyncio.create_task(pd.complete(PROMPTS[2], NUM_TOKENS))
         await until_prefetched(pd.rank("decode"), 64)
-        await pd.rank("prefill").kill()
+        pd.rank("prefill").kill()
         assert await request == right[2]
         await pd.wait_until_nothing_is_held()
         # What was confirmed before is right, whoever had computed it.
@@ -105,7 +105,7 @@ async def test_ranks_that_die_while_a_prompt_is_read(right):
         prefetched = (await pd.rank("decode").stats())["load"]["num_prefetched_tokens"]
         request = asyncio.create_task(pd.complete(PROMPTS[3], NUM_TOKENS))
         await until_prefetched(pd.rank("decode"), prefetched + 64)
-        await pd.rank("decode").kill()
+        pd.rank("decode").kill()
         assert await request == right[3]
         await pd.wait_until_nothing_is_held()
 

@@ -11,8 +11,9 @@ pytestmark = pytest.mark.model
 NUM_TOKENS = 4
 GREEDY = {"temperature": 0.0}
 SAMPLED = {"temperature": 0.9, "top_k": 20}
-PROMPTS = make_prompts(60, seed=1, shortest=17, longest=40) + make_prompts(
-    40, seed=2, shared=20, shortest=24, longest=45
+# Of two blocks and of three.
+PROMPTS = make_prompts(60, seed=1, shortest=17, longest=27) + make_prompts(
+    40, seed=2, shared=20, shortest=24, longest=38
 )
 
 

@@ -336,7 +336,7 @@ def test_a_prefill_rank_that_dies_while_it_is_read(run):
         asked = prompts(3)
         tasks = start(pd, asked)
         await halfway(decode, 3)
-        await prefill.kill()
+        prefill.kill()
         await decode.ask("open")
         assert await asyncio.gather(*tasks) == of(right, asked)
         assert await failures(decode) - before == {"peer_lost": 3}
@@ -362,7 +362,7 @@ def test_a_prefill_rank_that_dies_while_it_is_read(run):
         (last,) = prompts()
         with before_the_decode_rank_hears(lambda: other.signal(signal.SIGKILL)):
             assert await pd.complete(last, NUM_TOKENS) == right[tuple(last)]
-        await other.kill()
+        other.kill()
         await pd.start_rank("prefill")
 
     run(body)
@@ -376,7 +376,7 @@ def test_a_prefill_rank_that_dies_before_the_handoff(run):
         tasks = start(pd, asked)
         (link,) = [link for link in pd.service.pool.links if link.record.role == "prefill"]
         await until(lambda: link.num_live == 1, 5, "the request is there")
-        await prefill.kill()
+        prefill.kill()
         assert await asyncio.gather(*tasks) == of(right, asked)
         await pd.wait_for_links(1)
         await pd.start_rank("prefill")
@@ -391,7 +391,7 @@ def test_a_decode_rank_that_dies_while_it_reads(run):
         asked = prompts(3)
         tasks = start(pd, asked)
         await halfway(decode, 3)
-        await decode.kill()
+        decode.kill()
         assert await asyncio.gather(*tasks) == of(right, asked)
 
         # The prefill rank is left alone.
