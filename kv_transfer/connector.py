@@ -5,10 +5,11 @@ remembers. The **worker half** moves data, at the edge. What the first wants mov
 of a step's plan, and comes back as events, at any time, also long after its request has ended. Names and call order
 follow the field's reference.
 
-A connector must end every load that it was asked for with one `LoadFinished` (no second one: the request may be loading
-again by then), and every request whose blocks it asked to keep with a `SendFinished`, each within a deadline of its own, whatever its peers do: also if they die, and also if
-the request has ended meanwhile or its owner is gone. The scheduler has no timer for them. Until then the request
-waits, and the blocks, which somebody may still write or read, are nobody else's.
+A connector must end every load that it was asked for with one `LoadFinished` (no second one: the request may be
+loading again by then), and every request whose blocks it asked to keep with a `SendFinished`, each within a deadline
+of its own, whatever its peers do: also if they die, and also if the request has ended meanwhile or its owner is gone.
+The scheduler has no timer for them. Until then the request waits, and the blocks, which somebody may still write or
+read, are nobody else's.
 """
 
 from __future__ import annotations
