@@ -94,7 +94,7 @@ class SharedSimulatedRunner(SimulatedRunner):
             self._kv = self._memory.blocks.view(np.uint64)
 
     def load(self) -> Capacity:
-        return dataclasses.replace(super().load(), geometry=geometry())
+        return dataclasses.replace(super().load(), geometry=geometry(), is_kv_mirrored=self._memory.is_mirror)
 
     def kv_memory(self) -> KvMemory:
         return self._memory
@@ -127,10 +127,18 @@ def geometry(**changes: Any) -> Geometry:
     return msgspec.structs.replace(plain, **changes)
 
 
-def context_of(connector: Connector, shape: Geometry, role: KvRole = KvRole.BOTH) -> ConnectorContext:
+def context_of(
+    connector: Connector, shape: Geometry, role: KvRole = KvRole.BOTH, *, mirrored: bool = False
+) -> ConnectorContext:
     config = KVTransferConfig(kv_connector=connector[0], kv_connector_extra_config=connector[1])
     return ConnectorContext(
-        config=config, role=role, engine_id="e", host="127.0.0.1", secret=b"the cluster's", geometry=shape
+        config=config,
+        role=role,
+        engine_id="e",
+        host="127.0.0.1",
+        secret=b"the cluster's",
+        geometry=shape,
+        pool_is_mirrored=mirrored,
     )
 
 
@@ -148,7 +156,7 @@ class ConnectedEngine(Engine):
     ) -> None:
         capacity = runner.load()
         assert capacity.geometry is not None
-        context = context_of(connector, capacity.geometry, role)
+        context = context_of(connector, capacity.geometry, role, mirrored=capacity.is_kv_mirrored)
         factory = find_connector(context.config)
         self.connector: Any = factory.make_scheduler_half(context)
         self.worker: Any = factory.make_worker_half(context)
