@@ -218,9 +218,10 @@ class Driver:
                 wait_for_applications_running=False,
             )
         except RayServeException as error:
+            reason = last_line(error).partition(": ")[2]
             raise StartError(
-                f"Serve refuses the application: {last_line(error)}; another application that is at `/` has to go, or "
-                "to get another route_prefix"
+                f"Serve refuses the application: {reason} Another application that is at `/` has to go, or to get "
+                "another route_prefix"
             ) from error
 
     def _lacking(self, nodes: Sequence[Node], num_ready: Mapping[str, int]) -> list[str]:
@@ -328,7 +329,9 @@ class Driver:
                 self._end_streams(serve_ends_by - serve_takes)
         # Ray tells of each actor that ends, on this process's output, as of a failure.
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            self._ray.shut_down(serve_ends_by, ends_by)
+            left = self._ray.shut_down(serve_ends_by, ends_by)
+        if left is not None:
+            self._progress.line(left, style="yellow")
 
     def _end_streams(self, deadline: float) -> None:
         """Have the routers end their streams, and wait until no request is left."""

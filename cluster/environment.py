@@ -152,9 +152,12 @@ def run_environment(
 
 
 def client_environment(base: Mapping[str, str], *, run_id: str) -> dict[str, str]:
-    """`base` with what the driver needs on a Ray cluster that runs: how that is set up is for it to say."""
+    """`base` with what the driver needs on a Ray cluster that runs: how that is set up is for it to say.
+
+    Without RAY_ADDRESS: the configuration has it by now, and Ray would have it override `auto`.
+    """
     return {
-        **base,
+        **{name: value for name, value in base.items() if name != "RAY_ADDRESS"},
         RUN_ID_VARIABLE: run_id,
         "RAY_SERVE_LOG_TO_STDERR": "0",
         "OMP_NUM_THREADS": "1",

@@ -30,8 +30,14 @@ REACH_TIMEOUT_S = 5.0
 CONNECT_TIMEOUT_S = 30.0
 CALL_TIMEOUT_S = 10.0
 WILDCARDS = ("0.0.0.0", "::", "")
-# What `run_environment` says of these holds here as well.
-REPLICA_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+REPLICA_ENVIRONMENT = {
+    # What `run_environment` says of these holds here as well.
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+    # The nodes' HAProxies hear within a second or two that a router leaves; the default, 30, delays the end by as much.
+    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "5",
+}
 
 
 class ExistingRay:
@@ -144,15 +150,18 @@ class ExistingRay:
         found = [node_id for node_id in proxies if node_id in nodes]
         return [(nodes[node_id], port) for node_id in sorted(found, key=lambda node_id: node_id != own)]
 
-    def shut_down(self, serve_ends_by: float, ends_by: float) -> None:
+    def shut_down(self, serve_ends_by: float, ends_by: float) -> str | None:
         import ray
 
         self._stopped.set()
         if self._control is not None:
-            if not by(serve_ends_by, lambda: remove_application(self._started_serve)):
-                self._progress.line("Serve is still at it, and goes on removing the application by itself")
+            is_removed = by(serve_ends_by, lambda: remove_application(self._started_serve))
             by(ends_by, lambda: ray.kill(self._control, no_restart=True))
+            if not is_removed:
+                # The call still runs: without a connection, Serve would have it start a Ray.
+                return "Serve is not done yet, and goes on removing the application by itself"
         by(ends_by, ray.shutdown)
+        return None
 
     def _reach(self) -> None:
         """Raise at once what Ray would find out in minutes."""

@@ -77,9 +77,10 @@ class OwnRay:
         host = self._router.host
         return [(LOOPBACK if host == "0.0.0.0" else host, self._router.port)]
 
-    def shut_down(self, serve_ends_by: float, ends_by: float) -> None:
+    def shut_down(self, serve_ends_by: float, ends_by: float) -> str | None:
         import ray
         from ray import serve
 
         by(serve_ends_by, serve.shutdown)
         by(ends_by, ray.shutdown)
+        return None

@@ -40,8 +40,8 @@ class RayHost(Protocol):
     def http_addresses(self) -> list[tuple[str, int]]:
         """Where `/ready` may be asked, the best first; empty as long as no proxy runs."""
 
-    def shut_down(self, serve_ends_by: float, ends_by: float) -> None:
-        """Take down what was started, and disconnect; what takes longer than these deadlines is left to others."""
+    def shut_down(self, serve_ends_by: float, ends_by: float) -> str | None:
+        """Take down what was started, and disconnect. Returns, for people, what others go on with after that."""
 
 
 def by(deadline: float, action: Callable[[], object]) -> bool:

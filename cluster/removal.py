@@ -12,8 +12,8 @@ def remove_application(stop_serve: bool) -> None:
     """
     from ray import serve
 
-    status = serve.status()
-    if APPLICATION_NAME in status.applications:
-        serve.delete(APPLICATION_NAME)
-    if stop_serve and not set(serve.status().applications) - {APPLICATION_NAME}:
+    applications = set(serve.status().applications)
+    if stop_serve and not applications - {APPLICATION_NAME}:
         serve.shutdown()
+    elif APPLICATION_NAME in applications:
+        serve.delete(APPLICATION_NAME)
