@@ -62,7 +62,7 @@ def demands(config: ClusterConfig, nodes: Sequence[Node]) -> dict[str, Demand]:
     leave room for all of them: the whole cluster is used, and one that is too small is asked for one each."""
     if config.ray.is_own:
         return {pool: Demand(0, _gpus(settings)) for pool, settings in config.pools.items()}
-    counts = {pool: settings.num_ranks for pool, settings in config.pools.items()}
+    counts = {pool: settings.num_ranks for pool, settings in config.pools.items() if not _gpus(settings)}
     for cpus in range(int(max((node.num_cpus for node in nodes), default=1)), 1, -1):
         found = _demands_with(config, cpus)
         if not missing(found, counts, nodes):

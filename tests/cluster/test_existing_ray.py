@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -98,6 +99,18 @@ def test_ready_is_asked_where_a_proxy_is(
     ray: Any = SimpleNamespace(serve=serve, nodes=lambda: nodes, get_runtime_context=lambda: context)
     monkeypatch.setitem(sys.modules, "ray", ray)
     assert existing(router__host=host).http_addresses() == addresses
+
+
+def test_a_port_that_is_taken_is_told_before_serve_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    serve = SimpleNamespace(status=lambda: SimpleNamespace(proxies={}, applications={}))
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(serve=serve))
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        joined = existing(router__port=server.getsockname()[1])
+        with pytest.raises(StartError, match=r"router\.port: .* is in use"):
+            joined.start_serve()
+    assert not joined._started_serve
 
 
 def test_another_s_cluster_decides_how_ray_and_serve_are_set(tmp_path: Any) -> None:

@@ -35,6 +35,11 @@ def test_a_rank_on_a_gpu_asks_for_that_alone() -> None:
     assert demands(config(**pools), [node("n", 8, gpus=2)]) == {"a": Demand(0, 1), "b": Demand(8, 0)}
 
 
+def test_gpus_that_are_lacking_take_no_cpus_from_the_others() -> None:
+    pools = {"a": {"device": "cuda"}, "b": {"num_ranks": 1}}
+    assert demands(config(**pools), [node("n", 8)])["b"] == Demand(8, 0)
+
+
 def test_on_a_ray_of_our_own_ranks_share_the_machine() -> None:
     own = config(None, a={"num_ranks": 2}, b={"num_ranks": 1, "device": "cuda"})
     asked = demands(own, [node("n", 6)])
