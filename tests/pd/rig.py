@@ -105,7 +105,7 @@ def answers_of_one_rank(
         scheduler=config,
         cache=cache,
         dtype="float32",
-        num_threads=2,
+        num_threads=1,
         max_model_len=MAX_MODEL_LEN,
     )
     engine = Engine(runner, config)
