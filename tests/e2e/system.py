@@ -58,7 +58,8 @@ class ServeProcess:
             stdin=subprocess.DEVNULL,
             stdout=self._output,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **(env or {})},
+            # Tests start a Ray of their own unless they say otherwise.
+            env={**os.environ, "RAY_ADDRESS": "", **(env or {})},
         )
 
     def __enter__(self) -> Self:
