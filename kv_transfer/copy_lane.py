@@ -1,8 +1,10 @@
 """Pulls between two pools that both lie in this process's memory: one thread copies, one pull at a time, in order.
 
-A pull is copied in parts of about PART_BYTES, and may be stopped between two of them. Small runs of blocks are
-gathered and scattered by numpy, a part per call: it lets go of the interpreter once per part, not once per block,
-which with a busy interpreter costs 5 ms each time.
+A pull of a part or less is copied by its caller, and has ended when the call returns: a thread would take about as
+long to begin and to tell the end, and with a busy interpreter far longer. Others are copied in parts of about
+PART_BYTES, and may be stopped between two of them. Small runs of blocks are gathered and scattered by numpy, a part
+per call: it lets go of the interpreter once per part, not once per block, which with a busy interpreter costs 5 ms
+each time.
 """
 
 from __future__ import annotations
@@ -80,7 +82,6 @@ class CopyLane:
         assert isinstance(peer, CopyPeer)
         check_pairs(remote_blocks, local_blocks)
         target_blocks = check_block_ids(local_blocks, memory.num_blocks, "this rank's")
-        self._start_thread()
         num_bytes = len(target_blocks) * memory.block_size_bytes
         pull = self._pulls.add(peer, len(target_blocks), num_bytes, timeout_s, on_end)
         source = peer.blocks
@@ -92,8 +93,14 @@ class CopyLane:
         except ValueError as error:
             self._pulls.stop(pull, FailureReason.BACKEND, str(error))
             return pull
-        # Behind the end of the thread, it is left to the keeper.
-        self._jobs.put(_Job(pull, source, source_blocks, memory.blocks, target_blocks))
+        job = _Job(pull, source, source_blocks, memory.blocks, target_blocks)
+        if num_bytes <= PART_BYTES:
+            if pull.begin():
+                pull.finish(_copy(job))
+        else:
+            self._start_thread()
+            # Behind the end of the thread, it is left to the keeper.
+            self._jobs.put(job)
         return pull
 
     def _start_thread(self) -> None:

@@ -43,8 +43,10 @@ class PushRequest(msgspec.Struct, frozen=True, tag="push"):
 
 Request = PullRequest | PushRequest
 
-STATUS = struct.Struct("<I")
-GRANT = struct.Struct("<Q")
+# Padded, so that blocks lie in the kernel's buffers as they lie in the pools: copies between places that are not
+# aligned to each other took twice the time (8 MB in 180 KiB blocks over loopback, AMD EPYC).
+STATUS = struct.Struct("<I60x")
+GRANT = struct.Struct("<Q56x")
 MAX_REFUSAL_BYTES = 4096
 
 

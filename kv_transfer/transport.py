@@ -5,9 +5,10 @@ blocks only: leases, deadlines of requests and what a block holds are the connec
 peer, after a transfer, whether the blocks were still what they had been (`kv_transfer.pull_worker`).
 
 **Ends.** Every transfer ends with exactly one `TransferEnd`, told through its callback, on a thread of the
-transport's. A transfer that failed may still be written by a late peer, unless the transport can rule it out (it
-closed the socket, it killed the process that would have written): then `is_fenced` is true. Otherwise a second event,
-`Fenced`, follows when that is ruled out; until then nobody may use the destination blocks for anything else.
+transport's, or by the call itself that begins it, before it returns. A transfer that failed may still be written by a
+late peer, unless the transport can rule it out (it closed the socket, it killed the process that would have written):
+then `is_fenced` is true. Otherwise a second event, `Fenced`, follows when that is ruled out; until then nobody may use
+the destination blocks for anything else.
 """
 
 from __future__ import annotations
