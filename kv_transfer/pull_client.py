@@ -73,6 +73,8 @@ class PeerLink:
         self._retry_at = 0.0
         self._unreachable = FailureReason.NO_ROUTE
         """What it means if there is no connection to be had."""
+        self._loss = FailureReason.PEER_LOST
+        """What it means when the connection ends."""
         self._used_at = 0.0
         self.num_late_messages = 0
 
@@ -175,7 +177,7 @@ class PeerLink:
             _log.warning("No KV by tickets of %s: %s", self._address, str(error))
         else:
             self._failure, self._num_failures = None, 0
-            self._unreachable = FailureReason.PEER_LOST
+            self._unreachable = self._loss = FailureReason.PEER_LOST
             self._open = opened
             # (At once, if it is closed already.)
             opened.connection.closed.add_done_callback(self._lost)
@@ -190,7 +192,7 @@ class PeerLink:
         assert self._open is not None
         self._open.peer.close()
         self._open = None
-        error = TransferError(FailureReason.PEER_LOST, f"{self._address}: {closed.result()}")
+        error = TransferError(self._loss, f"{self._address}: {closed.result()}")
         for reply in self._calls.values():
             if not reply.done():
                 reply.set_exception(error)
@@ -238,6 +240,7 @@ class PeerLink:
             except TransferError as error:
                 _log.debug("No heartbeat: %s", str(error))
                 if self._open is not None:
+                    self._loss = error.reason
                     self._open.connection.abort(f"silent: {error.message}")
             if self._open is not None:
                 interval_s = min(interval_s, self._open.lease_s / 6)
