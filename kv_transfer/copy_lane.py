@@ -146,6 +146,16 @@ def _copy(job: _Job) -> TransferEnd:
 def copy_blocks(source: Blocks, source_blocks: BlockIds, target: Blocks, target_blocks: BlockIds) -> Iterator[None]:
     """Copy pair by pair; yields after each part."""
     block_size_bytes = source.shape[1]
+    if block_size_bytes >= LONG_RUN_BYTES:
+        # (Looking for neighbours would take as long as it could spare.)
+        num_bytes = 0
+        for source_block, target_block in zip(source_blocks.tolist(), target_blocks.tolist(), strict=True):
+            target[target_block] = source[source_block]
+            num_bytes += block_size_bytes
+            if num_bytes >= PART_BYTES:
+                num_bytes = 0
+                yield
+        return
     firsts, lengths = find_runs(source_blocks, target_blocks)
     if not len(firsts):
         return
