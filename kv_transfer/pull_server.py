@@ -200,10 +200,11 @@ class PullServer:
     def forget(self, reader: str, connection: Connection) -> None:
         """The connection is gone."""
         self._num_connections -= 1
-        if self._pushes is not None:
-            self._pushes.forget(reader)
+        # Another of the same reader's may have taken its place, or it has never been welcomed.
         if self._readers.get(reader) is connection:
             del self._readers[reader]
+            if self._pushes is not None:
+                self._pushes.forget(reader)
 
     # ---- inside ----
 

@@ -136,6 +136,19 @@ def pushes(rank: KvRank) -> Any:
     return rank.worker._server._pushes
 
 
+def test_a_ticket_of_the_holder_before_the_last_restart_does_not_end_a_push(ranks: StartRank) -> None:
+    prefill, decode = holder(ranks), reader(ranks)
+    prefill.begin(1, 30)
+    early = prefill.compute(1, 10) or {}
+    assert decode.load(5, early, seed=1)
+    until(lambda: len(pushes(prefill)), "it is being sent")
+    assert decode.load(6, early | {"remote_engine_id": "before"}, seed=1)
+    assert ends(decode, 6)["cause"].startswith("epoch_mismatch: ")
+    until(lambda: prefill.worker._server._num_connections == 1, "the rejected connection is gone")
+    prefill.compute(1, 30)
+    assert ends(decode, 5) == {"valid": 28, **RIGHT}
+
+
 def test_a_holder_that_gets_no_further_is_given_up(ranks: StartRank) -> None:
     prefill = holder(ranks)
     decode = reader(ranks, lease_s=0.3)
