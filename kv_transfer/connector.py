@@ -119,7 +119,8 @@ class SchedulerConnector(Protocol):
     def request_computed(self, key: RequestKey, num_tokens: int, block_ids: npt.NDArray[np.int32]) -> None:
         """The step that is being planned brings the request's computed tokens to `num_tokens`.
 
-        Called while its prompt is computed; its blocks are complete up to there once that step has been executed.
+        Called while its prompt is computed, and what another rank has generated if it hands off; its blocks are
+        complete up to there once that step has been executed.
         `block_ids` are all it holds, shape [num_groups, columns]: the scheduler's own table, to be copied if kept.
         """
         ...

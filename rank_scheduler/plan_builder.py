@@ -74,7 +74,9 @@ class PlanBuilder:
             self.cache(slots, np.minimum(after, known))
         metadata, tickets = None, {}
         if connector is not None:
-            tickets = self._tell_computed(connector, slots, after, num_prompt_tokens > 0, samples)
+            # All steps of a request that hands off are such: it ends with the first token that it samples.
+            may_hand_off = known + 1 == batch.max_total[slots]
+            tickets = self._tell_computed(connector, slots, after, num_prompt_tokens > 0, may_hand_off, samples)
             metadata = connector.build_connector_meta()
         # Where every row computes one token, and nobody was left out, no prompt is left in the middle.
         state.may_have_prefills = len(slots) < len(batch) - batch.num_idle or bool((after < total).any())
@@ -123,14 +125,20 @@ class PlanBuilder:
         slots: Int32Array,
         after: Int32Array,
         in_prompt: BoolArray,
+        may_hand_off: BoolArray,
         samples: BoolArray,
     ) -> dict[int, KvParams]:
-        """Tell the connector how far prompts come in this step; returns the partial tickets, by row."""
+        """Tell the connector how far prompts come in this step; returns the partial tickets, by row.
+
+        Of a request that hands off, what another rank has generated goes with its prompt.
+        """
         batch, has_windows = self._state.batch, self._state.kv.has_windows
         tickets = {}
-        for row in np.flatnonzero(in_prompt).tolist():
+        for row in np.flatnonzero(in_prompt | may_hand_off).tolist():
             slot, num_computed = int(slots[row]), int(after[row])
             sequence = batch.at(slot)
+            if not in_prompt[row] and not sequence.hands_off:
+                continue
             table = batch.table(slot)
             connector.request_computed(sequence.key, num_computed, table)
             # Blocks that slide out of a window are used anew while the request goes on.

@@ -75,6 +75,21 @@ def test_a_preempted_prompt_is_handed_off_after_its_second_attempt():
     assert rank.tokens[2] == expected(prompt_of(6, start=5), 2)
 
 
+@pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.parametrize("num_generated", [0, 1, 12, 19])
+def test_what_was_generated_elsewhere_is_handed_off_with_the_prompt(async_scheduling, num_generated):
+    rank = make_rank(max_num_batched_tokens=7, max_num_seqs=7, setup={"async_scheduling": async_scheduling})
+    told = []
+    rank.connector.request_computed = lambda key, num_tokens, table: told.append(num_tokens)
+    rank.connector.partial_ticket = lambda key, num_tokens, table: None
+    tokens = prompt_of(22 - num_generated)
+    tokens += expected(tokens, 19)[:num_generated]
+    rank.submit(1, tokens, 60, fields={"hands_off": True, "num_generated": num_generated})
+    rank.run()
+    assert rank.ends[1].reason is FinishReason.HANDOFF
+    assert told == [7, 14, 21, 22]
+
+
 # ---- goes on behind what another rank has generated ----
 
 
