@@ -315,8 +315,10 @@ class RequestFlow:
 
     def _on_ticket(self, choice: Choice, ticket: KvParams) -> None:
         """A part of its prompt is computed: the rank that will go on may fetch its KV by now. Nothing depends on it."""
-        first, num_tokens = self._submits[choice.index], ticket.get("num_tokens")
-        if self._is_closed or not first.reads_prefix_cache or first.encoder_inputs or not isinstance(num_tokens, int):
+        submitted, num_tokens = self._with_generated(choice), ticket.get("num_tokens")
+        if self._is_closed or not isinstance(num_tokens, int):
+            return
+        if not submitted.reads_prefix_cache or submitted.encoder_inputs:
             return
         now_at, _ = self._places[choice.index]
         prefix = self._prefixes[choice.index]
@@ -324,7 +326,8 @@ class RequestFlow:
         if link is None or link is now_at:
             return
         self._next_links[choice.index] = link
-        link.prefetch(Prefetch(first.token_ids[: 4 * num_tokens], ticket, self.request_id, first.cache_salt))
+        token_ids = submitted.token_ids[: 4 * num_tokens]
+        link.prefetch(Prefetch(token_ids, ticket, self.request_id, submitted.cache_salt))
 
     def _on_handoff(self, choice: Choice, end: End) -> None:
         """Its prompt is computed; find a rank that goes on, with the KV that `end` tells where to get."""

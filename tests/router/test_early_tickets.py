@@ -56,6 +56,25 @@ async def test_the_rank_that_was_to_go_on_is_lost(tmp_path):
 
 
 @in_loop
+async def test_a_ticket_for_what_a_lost_rank_had_generated(tmp_path):
+    async with running(tmp_path, reply="Hello, world!", roles=[PREFILL, DECODE, DECODE], **OPTIONS) as cluster:
+        prefill, *decodes = cluster.ranks
+        for rank in decodes:
+            rank.allowance = 8
+        request = asyncio.create_task(cluster.complete(PROMPT))
+        await until(lambda: any(rank.live and rank.allowance == 0 for rank in decodes))
+        victim, other = sorted(decodes, key=lambda rank: rank.allowance)
+        prefill.tickets = [{"num_tokens": 32, "lease": 2}, {"num_tokens": 48, "lease": 2}]
+        victim.kill()
+        other.allow(float("inf"))
+        assert (await request).json()["choices"][0]["text"] == "Hello, world!"
+        generated = prefill.submits[-1].token_ids[4 * len(PROMPT) :]
+        assert len(generated) == 4 * 9
+        assert [len(prefetch.token_ids) for prefetch in other.prefetches] == [4 * 32, 4 * 48]
+        assert other.prefetches[-1].token_ids[4 * len(PROMPT) :] == generated[: 4 * 8]
+
+
+@in_loop
 async def test_without_another_rank_nothing_is_sent(tmp_path):
     async with running(tmp_path, roles=[PREFILL, DECODE], **OPTIONS) as cluster:
         prefill, decode = cluster.ranks
