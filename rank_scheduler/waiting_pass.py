@@ -272,7 +272,7 @@ class WaitingPass:
             sequence.blocks = None
         self._count_prefix(sequence, num_tokens, max(0, num_hit), num_computed - max(0, num_hit))
         if not sequence.num_preemptions:
-            sequence.num_cached_tokens = num_computed
+            sequence.num_cached_tokens = min(num_computed, sequence.num_prompt_tokens)
         slot = self._enter(sequence, table, num_computed, now)
         if sequence.kv_request is not None:
             assert state.setup.connector is not None

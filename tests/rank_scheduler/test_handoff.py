@@ -112,6 +112,16 @@ def test_only_tokens_of_the_prompt_count_as_such():
     assert rank.scheduler.load().num_prompt_tokens == 10
 
 
+def test_only_tokens_of_the_prompt_count_as_cached():
+    prompt = prompt_of(10)
+    tokens = prompt + expected(prompt, 10)
+    rank = make_rank()
+    for number in (1, 2):
+        rank.submit(number, tokens, 12, fields={"num_generated": 10})
+        rank.run()
+    assert [rank.ends[number].num_cached_tokens for number in (1, 2)] == [0, 10]
+
+
 def test_with_the_kv_of_its_prompt_it_computes_one_token():
     prompt = prompt_of(12)
     whole = expected(prompt, 5)
