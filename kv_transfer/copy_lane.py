@@ -1,10 +1,10 @@
-"""Pulls between two pools that both lie in this process's memory: one thread copies, one pull at a time, in order.
+"""Pulls between two pools that both lie in this process's memory.
 
 A pull of a part or less is copied by its caller, and has ended when the call returns: a thread would take about as
-long to begin and to tell the end, and with a busy interpreter far longer. Others are copied in parts of about
-PART_BYTES, and may be stopped between two of them. Small runs of blocks are gathered and scattered by numpy, a part
-per call: it lets go of the interpreter once per part, not once per block, which with a busy interpreter costs 5 ms
-each time.
+long to begin and to tell the end, and with a busy interpreter far longer. Others are copied by one thread, one at a
+time, in parts of about PART_BYTES, and may be stopped between two of them. Small runs of blocks are gathered and
+scattered by numpy, a part per call: it lets go of the interpreter once per part, not once per block, which with a busy
+interpreter costs 5 ms each time.
 """
 
 from __future__ import annotations

@@ -108,10 +108,12 @@ class Confirmed(msgspec.Struct, frozen=True, tag="confirmed"):
 
 
 class Denied(msgspec.Struct, frozen=True, tag="denied"):
-    """The lease is not held (for this reader), and why."""
+    """The lease is not held (for this reader), or cannot be read like this, and why."""
 
     ref: _Id
     message: str
+    is_lost: bool = True
+    """False: the lease is held, and the reader asks for what cannot be."""
 
 
 class Heard(msgspec.Struct, frozen=True, tag="heard"):

@@ -24,6 +24,10 @@ happens only while the lease is in this table. Blocks change their content only 
 - While a prompt is computed its later blocks are written, but never those tokens that are ready. (Where a group gives
   blocks up as its window slides, the scheduler asks for no partial tickets.)
 
+A pushed block is read, by the holder itself, after its tokens are ready, and judged by the same confirmation: it is
+sent before the reader has it, and so before the reader asks. In a mirror (`KvMemory.is_mirror`) a block changes only
+when it is brought there for another request, or loaded, which both come after `handle_preemptions`.
+
 Ids are never used again, so a lease that is in the table has been there all the time since its ticket was made.
 
 A lease that its reader gives back while it is open stays until its request has ended, since only then blocks are kept.

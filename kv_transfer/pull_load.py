@@ -246,6 +246,8 @@ class Load:
 
 
 def _checked(reply: Reply, kind: type[T]) -> T:
+    if isinstance(reply, Denied) and not reply.is_lost:
+        raise TransferError(FailureReason.INCOMPATIBLE, reply.message)
     if isinstance(reply, Denied):
         raise TransferError(FailureReason.LEASE_EXPIRED, f"its lease is gone: {reply.message}")
     if not isinstance(reply, kind):

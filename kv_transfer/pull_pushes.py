@@ -1,8 +1,8 @@
 """The holder's pushes: blocks that readers have asked to be sent, each as soon as it is ready.
 
 A reader's load is one push: the cells that it wants, in order, and the grant under which it takes them. It is fed
-whenever its lease advances, and over when all is sent, when the reader does not wait any more, or when the lease is
-gone. What has been sent proves nothing: as with a pull, the reader asks for confirmation when it has all (`leases`).
+whenever its lease advances, and over when all is sent, when the reader does not wait any more, or soon after the lease
+is gone. What has been sent proves nothing: as with a pull, the reader asks for confirmation when it has all (`leases`).
 Runs on the event loop of the thread `kv-io`.
 """
 

@@ -176,9 +176,13 @@ class PullServer:
         match decode_request(payload):
             case Acquire(ref, lease_id, is_ahead, push_to):
                 granted = self._table.num_ready(lease_id) if is_ahead else self._table.acquire(lease_id, reader)
+                refusal = ""
                 if push_to is not None and not isinstance(granted, str):
-                    granted = self._push(lease_id, reader, is_ahead, push_to, granted)
-                answer = Denied(ref, granted) if isinstance(granted, str) else Granted(ref, granted)
+                    refusal = self._push(lease_id, reader, is_ahead, push_to, granted)
+                if isinstance(granted, str):
+                    answer = Denied(ref, granted)
+                else:
+                    answer = Denied(ref, refusal, is_lost=False) if refusal else Granted(ref, granted)
             case Confirm(ref, lease_id, num_tokens, is_ahead):
                 denial, actions = "its request has lost its blocks", []
                 # Held over the table's answer: a void lease is either refused here, or was confirmed before.
@@ -208,11 +212,11 @@ class PullServer:
 
     # ---- inside ----
 
-    def _push(self, lease_id: int, reader: str, is_ahead: bool, push_to: PushTo, num_ready_tokens: int) -> int | str:
-        """Begin to send; how many tokens are ready, or why not."""
+    def _push(self, lease_id: int, reader: str, is_ahead: bool, push_to: PushTo, num_ready_tokens: int) -> str:
+        """Begin to send; returns why not, or nothing."""
         if self._pushes is None:
             return "this rank does not send blocks; set the same mode in kv_connector_extra_config of all ranks"
-        return self._pushes.add(lease_id, reader, is_ahead, push_to, num_ready_tokens) or num_ready_tokens
+        return self._pushes.add(lease_id, reader, is_ahead, push_to, num_ready_tokens)
 
     def _act(self, actions: Sequence[LeaseAction]) -> None:
         for action in actions:

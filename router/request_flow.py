@@ -239,17 +239,17 @@ class RequestFlow:
         if self._error is not None:
             raise self._error
 
-    async def _place(self, prompt: PromptPrefix) -> tuple[Leg, RankLink]:
-        """The rank that begins with this prompt, and whether another goes on.
+    async def _place(self, prompt: PromptPrefix, num_generated: int = 0) -> tuple[Leg, RankLink]:
+        """The rank that begins with this prompt, and what has been generated behind it, and whether another goes on.
 
         That is a prefill rank only if the one that would best take it whole had too much of it to compute.
         """
         await self._tokenizer.hash_prefix(prompt, self._pool.hashed_block_sizes)
         least = self._remote_prefill_min_tokens
-        if least is None or prompt.num_tokens < least:
+        if least is None or prompt.num_tokens + num_generated < least:
             return Leg.WHOLE, await self._pool.pick(Leg.WHOLE, prompt)
         link = self._pool.find(Leg.WHOLE, prompt)
-        if link is not None and self._pool.num_uncached_tokens(prompt, link) < least:
+        if link is not None and self._pool.num_uncached_tokens(prompt, link) + num_generated < least:
             return Leg.WHOLE, link
         return Leg.PREFILL, await self._pool.pick(Leg.PREFILL, prompt)
 
@@ -340,12 +340,20 @@ class RequestFlow:
         if link is not None:
             self._go_on(choice, link, end, handed_off_at)
             return
-        self._start_move(self._move(choice, before, end, handed_off_at))
+        self._start_move(choice, self._move(choice, before, end, handed_off_at))
 
-    def _start_move(self, moving: Coroutine[Any, Any, None]) -> None:
+    def _start_move(self, choice: Choice, moving: Coroutine[Any, Any, None]) -> None:
+        """Whatever goes wrong with it ends the choice."""
+
+        def ended(move: asyncio.Task[None]) -> None:
+            self._moves.discard(move)
+            if not move.cancelled() and (error := move.exception()) is not None:
+                logger.error("%s could not be moved to another rank", self.request_id, exc_info=error)
+                choice.fail(ApiError(Cause.INTERNAL_ERROR, "the request could not be moved to another rank"))
+
         move = self._loop.create_task(moving)
         self._moves.add(move)
-        move.add_done_callback(self._moves.discard)
+        move.add_done_callback(ended)
 
     async def _move(self, choice: Choice, before: RankLink, end: End, handed_off_at: float) -> None:
         try:
@@ -373,12 +381,13 @@ class RequestFlow:
             choice.fail(ApiError(error.cause, f"{error.message}{tried}; send the request again"))
             return
         choice.num_failovers += 1
-        self._start_move(self._fail_over(choice, error))
+        choice.handed_off_at = None
+        self._start_move(choice, self._fail_over(choice, error))
 
     async def _fail_over(self, choice: Choice, error: ApiError) -> None:
         lost_at = self._loop.time()
         try:
-            leg, link = await self._place(self._prefixes[choice.index])
+            leg, link = await self._place(self._prefixes[choice.index], len(choice.generated))
         except ApiError as no_rank:
             self._metrics.failover(FailoverOutcome.NO_RANK)
             choice.fail(ApiError(error.cause, f"{error.message}, and {no_rank.message}"))

@@ -222,3 +222,11 @@ def test_a_holder_that_stood_still_cannot_write_late(ranks: StartRank, processes
     assert ends(decode, 6) == {"valid": 30, **RIGHT}
     others = sorted(set(table.ravel().tolist()) - set(decode.requests[6].table.ravel().tolist()))
     assert (decode.memory.blocks[others] == 0x55).all()
+
+
+def test_what_a_holder_cannot_send_is_no_lost_lease(ranks: StartRank, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefill, decode = holder(ranks), reader(ranks)
+    monkeypatch.setattr(prefill.worker._server, "_pushes", None)
+    assert decode.load(5, prefill.prefill(1, 30) or {}, seed=1)
+    end = ends(decode, 5)
+    assert end["cause"].startswith("incompatible: this rank does not send blocks; set the same mode")

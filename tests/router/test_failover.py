@@ -245,3 +245,39 @@ async def test_a_lost_prefill_or_decode_rank_is_replaced_by_its_like(tmp_path: P
         last = latest(rank for rank in decode if rank is not victim)
         assert (last.hands_off, last.num_generated) == (False, num_tokens + 1)
         assert last.kv_transfer_params == {"whole": True}
+
+
+@in_loop
+async def test_what_has_been_generated_counts_for_where_a_lost_request_goes(tmp_path: Path) -> None:
+    """A short prompt with a long answer so far is work for a prefill rank."""
+    roles = [PoolRole.PREFILL, PoolRole.DECODE, PoolRole.DECODE]
+    async with running(tmp_path, reply=REPLY, roles=roles, remote_prefill_min_tokens=6) as cluster:
+        prefill, decode = cluster.ranks[0], cluster.ranks[1:]
+        for rank in decode:
+            rank.allowance = 5
+        waiting = asyncio.create_task(cluster.complete())
+        await until(lambda: any(rank.live and rank.allowance == 0 for rank in decode))
+        assert not prefill.submits
+        holder(cluster).kill()
+        allow(cluster, float("inf"))
+        assert (await waiting).json()["choices"][0]["text"] == REPLY
+        assert [(submit.hands_off, submit.num_generated) for submit in prefill.submits] == [(True, 5)]
+
+
+@in_loop
+async def test_whatever_goes_wrong_with_a_move_ends_the_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running(tmp_path, reply=REPLY, num_ranks=2) as cluster:
+        limit(cluster, 3)
+        waiting = asyncio.create_task(cluster.complete())
+        victim = await stopped_at(cluster, 3)
+
+        async def fail(*_: object) -> None:
+            raise RuntimeError("no hashes today")
+
+        monkeypatch.setattr(type(cluster.service.tokenizer), "hash_prefix", fail)
+        victim.kill()
+        answer = await waiting
+        assert (answer.status_code, answer.json()["error"]["code"]) == (500, "internal_error")
+        assert "no hashes today" in caplog.text
