@@ -432,6 +432,13 @@ class PeerProcess:
 
     def signal(self, number: signal.Signals) -> None:
         self._process.send_signal(number)
+        if number is signal.SIGSTOP:
+            # On a busy machine its other threads may go on until one of them has taken the signal.
+            until(self._stands_still, "all threads are stopped")
+
+    def _stands_still(self) -> bool:
+        tasks = Path(f"/proc/{self._process.pid}/task").iterdir()
+        return all((task / "stat").read_text().rsplit(") ", 1)[1].startswith("T") for task in tasks)
 
     def kill(self) -> None:
         self._process.kill()
