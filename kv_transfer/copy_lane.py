@@ -159,7 +159,7 @@ def copy_blocks(source: Blocks, source_blocks: BlockIds, target: Blocks, target_
     firsts, lengths = find_runs(source_blocks, target_blocks)
     if not len(firsts):
         return
-    num_blocks_per_part = max(PART_BYTES // block_size_bytes, 1)
+    num_blocks_per_part = PART_BYTES // block_size_bytes
     if len(source_blocks) * block_size_bytes < LONG_RUN_BYTES * len(firsts):
         for first in range(0, len(source_blocks), num_blocks_per_part):
             part = slice(first, first + num_blocks_per_part)

@@ -6,15 +6,12 @@ import contextlib
 import gc
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tests.kv_transfer.kv_peer import KvRank, PeerProcess, until
-
-StartRank = Callable[..., KvRank]
-StartProcess = Callable[..., PeerProcess]
+from tests.kv_transfer.kv_peer import KvRank, PeerProcess, StartProcess, StartRank, until
 
 
 def _open_fds() -> dict[str, str]:

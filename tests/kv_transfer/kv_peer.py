@@ -47,6 +47,8 @@ SECRET = b"the cluster's secret"
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 30.0
 GARBAGE = 0xEE
+RIGHT = {"cause": "", "fenced": True, "right": True}
+"""Of a load's end."""
 
 
 def geometry(**changes: Any) -> Geometry:
@@ -369,6 +371,21 @@ class KvRank:
         self.memory.close()
 
 
+def ends(rank: KvRank, number: int) -> dict[str, Any]:
+    """How its load ended."""
+    return dict(until(lambda: rank.result(number), f"load {number} ends"))
+
+
+def give_up(rank: KvRank, number: int, what: str) -> None:
+    """A request that was to hand off loses what it has computed: it is preempted, ended, or its step not computed."""
+    if what == "preempted":
+        rank.preempt(number)
+    elif what == "ended":
+        assert rank.finish(number, hands_off=False) is None
+    else:
+        rank.compute(number, 20, was_computed=False)
+
+
 def serve(options: dict[str, Any]) -> None:
     rank = KvRank(**options)
     print(json.dumps(rank.counts()), flush=True)
@@ -452,6 +469,10 @@ class PeerProcess:
         """Orderly: `KvRank.close` checks that nothing is left."""
         self.call("close")
         self.kill()
+
+
+StartRank = Callable[..., KvRank]
+StartProcess = Callable[..., PeerProcess]
 
 
 if __name__ == "__main__":

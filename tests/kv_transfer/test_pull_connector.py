@@ -39,17 +39,21 @@ from kv_transfer.pull_connector import PullConnector
 from kv_transfer.pull_settings import PullSettings
 from kv_transfer.pull_worker import PullWorker
 from kv_transfer.transport import Endpoint, FailureReason, TransferEnd, TransportCaps, TransportStats
-from tests.kv_transfer.kv_peer import GARBAGE, HOST, SECRET, KvRank, PeerProcess, geometry, until
-
-StartRank = Callable[..., KvRank]
-RIGHT = {"cause": "", "fenced": True, "right": True}
+from tests.kv_transfer.kv_peer import (
+    GARBAGE,
+    HOST,
+    RIGHT,
+    SECRET,
+    KvRank,
+    PeerProcess,
+    StartRank,
+    ends,
+    geometry,
+    give_up,
+    until,
+)
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
-
-
-def ends(rank: KvRank, number: int) -> dict[str, Any]:
-    """How its load ended."""
-    return dict(until(lambda: rank.result(number), f"load {number} ends"))
 
 
 def is_released(prefill: KvRank) -> None:
@@ -141,12 +145,7 @@ def test_an_early_read_of_what_is_given_up_fails(ranks: StartRank, what: str) ->
     assert decode.load(5, prefill.early_ticket(1), seed=1, num_local=4)
     table = decode.requests[5].table
     until(lambda: decode.holds(table, 1, 2), "the first two columns are here")
-    if what == "preempted":
-        prefill.preempt(1)
-    elif what == "ended":
-        assert prefill.finish(1, hands_off=False) is None
-    else:
-        prefill.compute(1, 20, was_computed=False)
+    give_up(prefill, 1, what)
     end = ends(decode, 5)
     assert end["cause"].startswith("lease_expired: ")
     assert what in end["cause"]
@@ -198,12 +197,7 @@ def test_what_is_read_ahead_of_a_lease_that_is_void_is_not_used(ranks: StartRank
     prefill, decode = ranks(), ranks()
     prefill.begin(1, 30)
     ticket = prefill.compute(1, 13) or {}
-    if what == "preempted":
-        prefill.preempt(1)
-    elif what == "ended":
-        assert prefill.finish(1, hands_off=False) is None
-    else:
-        prefill.compute(1, 20, was_computed=False)
+    give_up(prefill, 1, what)
     assert decode.load(5, ticket, seed=1, num_local=4)
     end = ends(decode, 5)
     assert (end["valid"], end["cause"].split(":")[0]) == (4, "lease_expired")

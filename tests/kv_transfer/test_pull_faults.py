@@ -6,23 +6,15 @@ import contextlib
 import random
 import signal
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from tests.kv_transfer.kv_peer import GARBAGE, KvRank, PeerProcess, until
+from tests.kv_transfer.kv_peer import GARBAGE, RIGHT, KvRank, PeerProcess, StartProcess, StartRank, ends, until
 
-StartRank = Callable[..., KvRank]
-StartProcess = Callable[..., PeerProcess]
-RIGHT = {"cause": "", "fenced": True, "right": True}
 SHORT = {"connect_timeout_s": 0.5, "pull_timeout_s": 0.5}
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
-
-
-def ends(rank: KvRank, number: int) -> dict[str, Any]:
-    return dict(until(lambda: rank.result(number), f"load {number} ends"))
 
 
 def comes_back(rank: KvRank, number: int) -> None:

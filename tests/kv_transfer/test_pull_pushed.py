@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from tests.kv_transfer.kv_peer import GARBAGE, KvRank, PeerProcess, until
-from tests.kv_transfer.test_pull_connector import RIGHT, ends, is_released
-
-StartRank = Callable[..., KvRank]
-StartProcess = Callable[..., PeerProcess]
+from tests.kv_transfer.kv_peer import GARBAGE, RIGHT, KvRank, StartProcess, StartRank, ends, give_up, until
+from tests.kv_transfer.test_pull_connector import is_released
 
 PUSH = {"mode": "push"}
 BLOCK_BYTES = 512
@@ -100,12 +96,7 @@ def test_what_was_sent_of_a_lease_that_becomes_void_is_not_used(ranks: StartRank
     assert decode.load(5, early, seed=1, num_local=4)
     table = decode.requests[5].table
     until(lambda: decode.holds(table, 1, 2), "the first two columns are here")
-    if what == "preempted":
-        prefill.preempt(1)
-    elif what == "ended":
-        assert prefill.finish(1, hands_off=False) is None
-    else:
-        prefill.compute(1, 20, was_computed=False)
+    give_up(prefill, 1, what)
     end = ends(decode, 5)
     assert end["cause"].split(":")[0] in ("lease_expired", "peer_lost")
     assert (end["valid"], end["fenced"], end["right"]) == (4, True, True)
