@@ -19,22 +19,28 @@ import msgspec
 from cluster.membership import Membership, MembershipError
 from kv_transfer.connection import Connection, Listener
 from rank_scheduler.config import SchedulerConfig
+from router.control_link import LEASE_VALID_S
 from router.control_messages import (
-    Acquire,
+    Ask,
+    Bounds,
     ControlToRouter,
     Members,
-    PrefillDone,
-    QueueCounts,
     RankToControl,
     Registered,
-    Release,
+    Report,
     Resume,
+    Return,
     RouterToControl,
     ShuttingDown,
+    Tightened,
 )
-from router.ledger import Ledger
+from router.ledger import Ledger, To
 
 logger = logging.getLogger(__name__)
+
+
+RECOVERY_S = LEASE_VALID_S + 1.0
+"""After its restart, until when routers that have not resumed yet may have used what an earlier ledger lent them."""
 
 
 class ProtocolError(Exception):
@@ -66,6 +72,9 @@ class ControlEndpoint:
     secret: bytes
     clock: Callable[[], float] = time.monotonic
     tick_interval_s: float = 1.0
+    num_routers: int = 0
+    """Those that a restarted one waits for before it lends anything, for RECOVERY_S at most; 0: not known."""
+    is_restarted: bool = False
     num_malformed: int = 0
     """Connections that were cut for a message that made no sense."""
     membership: Membership = field(default_factory=Membership)
@@ -74,14 +83,20 @@ class ControlEndpoint:
     _routers: dict[str, _Router] = field(default_factory=dict)
     _ranks: dict[str, _Rank] = field(default_factory=dict)
     """By rank id."""
-    _announced_counts: QueueCounts = field(init=False)
+    _wake: asyncio.TimerHandle | None = None
+    """When the ledger wants to be woken."""
     _shutting_down: bool = False
     _ticking: asyncio.Task[None] | None = None
     _encoder: msgspec.msgpack.Encoder = field(default_factory=msgspec.msgpack.Encoder)
 
     def __post_init__(self) -> None:
-        self.ledger = Ledger(self.scheduler.max_num_queued_reqs, self.scheduler.max_num_queued_tokens)
-        self._announced_counts = self.ledger.counts()
+        self.ledger = Ledger(
+            self.scheduler.max_num_queued_reqs,
+            self.scheduler.max_num_queued_tokens,
+            now=self.clock(),
+            recovery_s=RECOVERY_S if self.is_restarted else 0.0,
+            num_routers=self.num_routers,
+        )
         self._listener = Listener(self.secret, self._accept)
 
     async def start(self, host: str) -> int:
@@ -94,6 +109,8 @@ class ControlEndpoint:
         """Close the endpoint and all its connections."""
         if self._ticking is not None:
             self._ticking.cancel()
+        if self._wake is not None:
+            self._wake.cancel()
         await self._listener.close()
 
     def begin_shutdown(self) -> int:
@@ -102,13 +119,15 @@ class ControlEndpoint:
         return self._broadcast(ShuttingDown())
 
     def tick(self) -> None:
-        """Every `tick_interval_s`: forget routers that did not come back, announce counts that have changed."""
-        for router in self.ledger.tick(self.clock()):
-            logger.warning("router %s did not come back; what it held is free", router)
-        counts = self.ledger.counts()
-        if counts != self._announced_counts:
-            self._announced_counts = counts
-            self._broadcast(counts)
+        """Every `tick_interval_s`: forget routers that did not come back; tell the others the counts.
+
+        By that, they know that this endpoint lives.
+        """
+        forgotten, messages = self.ledger.tick(self.clock())
+        for router in forgotten:
+            logger.warning("router %s did not come back; what it was lent is free", router)
+        self._answer(messages)
+        self._broadcast(self.ledger.counts())
 
     def check_integrity(self) -> None:
         """Raises AssertionError if the ledger, the membership or the connections contradict each other."""
@@ -154,7 +173,7 @@ class ControlEndpoint:
             if self._routers.get(name) is router:
                 del self._routers[name]
                 # Resumed or not: an earlier connection, which this one replaced, may have left holdings.
-                self.ledger.router_lost(name, self.clock())
+                self._answer(self.ledger.router_lost(name, self.clock()))
 
         connection.closed.add_done_callback(lost)
         connection.start(
@@ -164,23 +183,43 @@ class ControlEndpoint:
     def _from_router(self, name: str, router: _Router, message: RouterToControl) -> None:
         now = self.clock()
         match message:
-            case Resume(holdings):
+            case Resume(lent):
                 if router.resumed:
                     raise ProtocolError("a router resumes once per connection")
                 router.resumed = True
-                self.ledger.resume(name, holdings, now)
+                self._send(router.connection, Bounds(self.ledger.limits))
+                self._answer(self.ledger.resume(name, lent, now))
                 self._send(router.connection, Members(self.membership.records()))
                 self._send(router.connection, self.ledger.counts())
                 if self._shutting_down:
                     self._send(router.connection, ShuttingDown())
             case _ if not router.resumed:
                 raise ProtocolError(f"{type(message).__name__} before Resume")
-            case Acquire(key, num_requests, num_tokens):
-                self._send(router.connection, self.ledger.acquire(name, key, num_requests, num_tokens, now))
-            case PrefillDone(key, num_tokens):
-                self.ledger.prefill_done(name, key, num_tokens, now)
-            case Release(key):
-                self.ledger.release(name, key, now)
+            case Ask(key, amounts):
+                self._answer(self.ledger.ask(name, key, amounts, now))
+            case Return(amounts):
+                self._answer(self.ledger.returned(name, amounts, now))
+            case Tightened(serial):
+                self._answer(self.ledger.tightened(name, serial, now))
+            case Report(taken, drained):
+                self.ledger.reported(name, taken, drained, now)
+
+    def _answer(self, messages: list[To]) -> None:
+        """Send what the ledger says, and see to it that it is woken in time."""
+        for name, message in messages:
+            router = self._routers.get(name)
+            if router is not None and router.resumed:
+                self._send(router.connection, message)
+        if self._wake is not None:
+            self._wake.cancel()
+            self._wake = None
+        if (at := self.ledger.wakes_at) is not None:
+            delay_s = max(0.0, at - self.clock())
+            self._wake = asyncio.get_running_loop().call_later(delay_s, self._wake_ledger)
+
+    def _wake_ledger(self) -> None:
+        self._wake = None
+        self._answer(self.ledger.wake(self.clock()))
 
     # ---- ranks ----
 

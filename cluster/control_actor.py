@@ -37,13 +37,23 @@ class FailedStart:
     """Trying again cannot help: what is wrong is the configuration or the model."""
 
 
+def _was_reconstructed() -> bool:
+    """Whether Ray has started this actor anew, after it had died."""
+    import ray
+
+    return ray.is_initialized() and bool(ray.get_runtime_context().was_current_actor_reconstructed)
+
+
 class ControlActor:
-    def __init__(self, scheduler: SchedulerConfig, secret: bytes, host: str | None, owner: str | None = None) -> None:
+    def __init__(
+        self, scheduler: SchedulerConfig, secret: bytes, num_routers: int, host: str | None, owner: str | None = None
+    ) -> None:
         """`host`: where to listen; None: on the address of the node that this incarnation is on.
 
-        `owner`: the driver that renews the lease, for people; None: the actor ends with Ray.
+        `owner`: the driver that renews the lease, for people; None: the actor ends with Ray. `num_routers`: as many
+        are expected to come back after a restart of this actor.
         """
-        self._endpoint = ControlEndpoint(scheduler, secret)
+        self._endpoint = ControlEndpoint(scheduler, secret, num_routers=num_routers, is_restarted=_was_reconstructed())
         self._host = host
         self._port: int | None = None
         self._start_lock = asyncio.Lock()

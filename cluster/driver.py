@@ -142,7 +142,9 @@ class Driver:
             self._check_stop()
             secret = secrets.token_bytes(32)
             with self._progress.stage("control actor and Serve"):
-                self._control = self._ray.start_control(ControlActor, self._config.scheduler, secret)
+                self._control = self._ray.start_control(
+                    ControlActor, self._config.scheduler, secret, self._config.router.num_routers
+                )
                 serving = pool.submit(self._start_serve)
                 self._await_controller(serving)
             served = model.result()

@@ -1,8 +1,8 @@
-"""The router's connection to the control actor: what it holds, who the ranks are, what the cluster's counts are.
+"""The router's connection to the control actor: its lease of the queue limits, who the ranks are, the cluster's counts.
 
-Mutable state: `_holdings` (granted and not released: the truth that a `Resume` carries) and `_pending` (asked, not
-answered). While disconnected, releases change only `_holdings`; on reconnect the control actor learns all from the
-`Resume`, and what is pending is asked again after it.
+Mutable state: the lease (what it was lent, what requests hold of that) and `_pending` (asked for, not answered). A
+request that finds enough idle in the lease is admitted without a message, also while the control actor is away, for
+`LEASE_VALID_S`. On reconnect the control actor learns from `Resume` what was lent, and what is pending is asked again.
 """
 
 from __future__ import annotations
@@ -16,40 +16,43 @@ from dataclasses import dataclass
 import msgspec
 
 from kv_transfer.connection import Connection, connect
+from router.amounts import NOTHING, Amounts
 from router.control_messages import (
-    Acquire,
+    Ask,
+    Bounds,
     ControlToRouter,
     Granted,
-    Holding,
     Members,
-    PrefillDone,
     QueueCounts,
     RankRecord,
     Refused,
-    Release,
+    Report,
     Resume,
+    Return,
     RouterToControl,
     ShuttingDown,
+    Tighten,
+    Tightened,
 )
 from router.errors import ApiError, Cause
+from router.lease import Lease
 from router.peer import UNDECODABLE, PeerFault, keep_connected
 
 MAX_BACKOFF_S = 1.0
 ADDRESS_TIMEOUT_S = 10.0
+LEASE_VALID_S = 5.0
+"""How long idle amounts may be used after the control actor was last heard, which speaks once a second."""
+REPORT_DELAY_S = 0.05
+"""What the router holds is told this long after it has changed."""
 
 ControlAddress = Callable[[], Awaitable[tuple[str, int]]]
 
 
 @dataclass(slots=True)
-class _Held:
-    num_requests: int = 0
-    num_tokens: int = 0
-
-
-@dataclass(slots=True)
 class _Pending:
-    acquire: Acquire
-    answer: asyncio.Future[Granted | Refused]
+    ask: Ask
+    answer: asyncio.Future[Refused | None]
+    """None: granted."""
 
 
 class ControlLink:
@@ -76,7 +79,10 @@ class ControlLink:
         self._on_shutting_down = on_shutting_down
         self._count = count
         self._keys = itertools.count(1)
-        self._holdings: dict[int, _Held] = {}
+        self._lease = Lease(LEASE_VALID_S)
+        self._drained = NOTHING
+        """Since the last report."""
+        self._report: asyncio.TimerHandle | None = None
         self._pending: dict[int, _Pending] = {}
         self._connection: Connection | None = None
         self._encoder = msgspec.msgpack.Encoder()
@@ -89,7 +95,12 @@ class ControlLink:
 
     @property
     def num_holdings(self) -> int:
-        return len(self._holdings)
+        return self._lease.num_holdings
+
+    @property
+    def taken(self) -> Amounts:
+        """What this router's requests hold."""
+        return self._lease.taken
 
     def start(self) -> None:
         """Connect, and stay connected until `close`."""
@@ -104,8 +115,12 @@ class ControlLink:
         self._keeper = asyncio.get_running_loop().create_task(keeping, name="control link")
 
     async def close(self) -> None:
-        """Close the connection. What is pending is refused."""
+        """Close the connection, and give back what is idle. What is pending is refused."""
         self.refuse_pending(ApiError(Cause.SHUTTING_DOWN, "the router is shutting down"))
+        self._tighten()
+        if self._report is not None:
+            self._report.cancel()
+            self._send_report()
         if self._keeper is not None:
             self._keeper.cancel()
             await asyncio.gather(self._keeper, return_exceptions=True)
@@ -118,39 +133,64 @@ class ControlLink:
 
         Whatever this raises, the caller still owns `key` and releases it.
         """
-        answer: asyncio.Future[Granted | Refused] = asyncio.get_running_loop().create_future()
-        acquire = Acquire(key, num_requests, num_tokens)
-        # Stays, if this is given up, until `release` undoes what may have been granted meanwhile.
-        self._pending[key] = _Pending(acquire, answer)
-        self._send(acquire)
+        loop, amounts = asyncio.get_running_loop(), Amounts(num_requests, num_tokens)
+        if self._lease.take(key, amounts, loop.time()):
+            self._changed()
+            return
+        pending = self._pending[key] = _Pending(Ask(key, amounts), loop.create_future())
+        self._send(pending.ask)
         try:
             async with asyncio.timeout(self._acquire_timeout_s):
-                verdict = await answer
+                refused = await pending.answer
         except TimeoutError:
             if self._connection is not None:
                 self._count(PeerFault.SILENT)
-                # It answers in well under a millisecond; a silent one is hung or unreachable.
-                self._connection.abort(f"no answer to an acquire within {self._acquire_timeout_s:g} s")
+                # It answers in well under a second; a silent one is hung or unreachable.
+                self._connection.abort(f"no answer to an ask within {self._acquire_timeout_s:g} s")
             raise ApiError(
                 Cause.ADMISSION_UNAVAILABLE,
                 f"the cluster's queue counts could not be reached within {self._acquire_timeout_s:g} s; try again",
             ) from None
-        if isinstance(verdict, Refused):
-            raise _refusal(verdict)
+        finally:
+            self._pending.pop(key, None)
+        if refused is not None:
+            raise _refusal(refused)
 
     def prefill_done(self, key: int, num_tokens: int) -> None:
         """`num_tokens` of `key`'s prompt tokens no longer wait."""
-        held = self._holdings.get(key)
-        if held is not None and held.num_tokens:
-            held.num_tokens -= min(num_tokens, held.num_tokens)
-            self._send(PrefillDone(key, num_tokens))
+        self._put_back(key, num_tokens)
 
     def release(self, key: int) -> None:
         """Everything under `key` is free. Idempotent."""
-        pending = self._pending.pop(key, None)
-        held = self._holdings.pop(key, None)
-        if pending is not None or held is not None:
-            self._send(Release(key))
+        self._put_back(key, None)
+
+    def _put_back(self, key: int, num_tokens: int | None) -> None:
+        less = self._lease.put_back(key, num_tokens)
+        if less == NOTHING:
+            return
+        self._drained = self._drained.plus(less)
+        self._changed()
+        self._return_surplus()
+
+    def _tighten(self) -> None:
+        surplus = self._lease.tighten()
+        if surplus != NOTHING:
+            self._send(Return(surplus))
+
+    def _return_surplus(self) -> None:
+        surplus = self._lease.surplus()
+        if surplus != NOTHING:
+            self._send(Return(surplus))
+
+    def _changed(self) -> None:
+        if self._report is None:
+            self._report = asyncio.get_running_loop().call_later(REPORT_DELAY_S, self._send_report)
+
+    def _send_report(self) -> None:
+        self._report = None
+        if self._connection is not None:
+            self._send(Report(self._lease.taken, self._drained))
+            self._drained = NOTHING
 
     def refuse_pending(self, error: ApiError) -> None:
         for pending in self._pending.values():
@@ -174,12 +214,14 @@ class ControlLink:
             self._connection = None
 
     def _begin(self, connection: Connection) -> None:
-        """First say what is held, then ask again what was not answered."""
+        """First say what was lent, then ask again what was not answered."""
         self._connection = connection
-        self._send(Resume([Holding(key, held.num_requests, held.num_tokens) for key, held in self._holdings.items()]))
+        self._lease.lost(asyncio.get_running_loop().time())
+        self._send(Resume(self._lease.lent))
+        self._changed()
         for pending in self._pending.values():
             if not pending.answer.done():
-                self._send(pending.acquire)
+                self._send(pending.ask)
         connection.start(self._on_frame)
 
     def _on_frame(self, payload: bytes) -> None:
@@ -190,9 +232,23 @@ class ControlLink:
             if self._connection is not None:
                 self._connection.abort(f"the control actor sent what is no message: {error}")
             return
+        self._lease.heard(asyncio.get_running_loop().time())
         match message:
-            case Granted(key=key) | Refused(key=key):
+            case Bounds(limits):
+                self._lease.bounded_by(limits)
+            case Granted(key, lent, kept):
+                pending = self._pending.get(key)
+                is_wanted = pending is not None and not pending.answer.done()
+                wanted = pending.ask.amounts if pending is not None else NOTHING
+                self._lease.granted(key if is_wanted else None, wanted, lent, kept)
+                self._return_surplus()
+                self._changed()
+                self._on_answer(key, None)
+            case Refused(key=key):
                 self._on_answer(key, message)
+            case Tighten(serial):
+                self._tighten()
+                self._send(Tightened(serial))
             case Members(ranks=ranks):
                 self._on_members(ranks)
             case QueueCounts():
@@ -200,16 +256,12 @@ class ControlLink:
             case ShuttingDown():
                 self._on_shutting_down()
 
-    def _on_answer(self, key: int, message: Granted | Refused) -> None:
-        pending = self._pending.pop(key, None)
-        if pending is None:
-            return  # released meanwhile
-        if isinstance(message, Granted):
-            held = self._holdings.setdefault(key, _Held())
-            held.num_requests += pending.acquire.num_requests
-            held.num_tokens += pending.acquire.num_tokens
-        if not pending.answer.done():
-            pending.answer.set_result(message)
+    def _on_answer(self, key: int, refused: Refused | None) -> None:
+        pending = self._pending.get(key)
+        if pending is None or pending.answer.done():
+            self._count(PeerFault.STALE)  # given up meanwhile
+        else:
+            pending.answer.set_result(refused)
 
 
 def _refusal(refused: Refused) -> ApiError:

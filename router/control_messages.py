@@ -1,8 +1,8 @@
 """What routers and ranks say to the cluster's control actor, which holds the ledger and the membership.
 
-Ranks register and are members as long as their connection lives. Routers hold queue counts under keys of their
-own choosing (unique per router process); a router that (re)connects first says what it holds, so that a
-restarted control actor learns the counts from those who own them.
+Ranks register and are members as long as their connection lives. Routers are lent shares of the queue limits
+(`router.ledger`, `router.lease`); a router that (re)connects first says what it was lent, so that a restarted control
+actor learns that from those who have it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 from enum import StrEnum
 
 import msgspec
+
+from router.amounts import Amounts, Limits
 
 
 class PoolRole(StrEnum):
@@ -52,45 +54,54 @@ class Registered(msgspec.Struct, frozen=True, tag="registered"):
     rank_id: str
 
 
-class Holding(msgspec.Struct, frozen=True, array_like=True):
-    key: int
-    num_requests: int
-    num_tokens: int
-
-
 class Resume(msgspec.Struct, frozen=True, tag="resume"):
-    """Router → control, first message: everything that this router holds (nothing, in a new process)."""
+    """Router → control, first message: what this router has been lent (nothing, in a new process)."""
 
-    holdings: list[Holding]
+    lent: Amounts
 
 
-class Acquire(msgspec.Struct, frozen=True, tag="acquire"):
-    """Router → control: add to what `key` holds, all or nothing. Answered by `Granted` or `Refused`.
+class Ask(msgspec.Struct, frozen=True, tag="ask"):
+    """Router → control: `key` wants to hold this as well, all or nothing. Answered by `Granted` or `Refused`.
 
-    A request is counted when it arrives (`num_requests` = its number of sequences, no tokens), and its prompt
-    tokens once they are known; a refusal of the second leaves the first in place, and the router releases it.
+    A request is counted when it arrives (as many as it has sequences, no tokens), and its prompt tokens once they are
+    known; a refusal of the second leaves the first in place, and the router puts it back.
     """
 
     key: int
-    num_requests: int
-    num_tokens: int
+    amounts: Amounts
 
 
-class PrefillDone(msgspec.Struct, frozen=True, tag="prefill_done"):
-    """Router → control: `num_tokens` of `key`'s prompt tokens no longer wait."""
+class Return(msgspec.Struct, frozen=True, tag="return"):
+    """Router → control: it has this idle, and needs it no more."""
 
-    key: int
-    num_tokens: int
+    amounts: Amounts
 
 
-class Release(msgspec.Struct, frozen=True, tag="release"):
-    """Router → control: the request has ended. A release for an unknown key is ignored."""
+class Tightened(msgspec.Struct, frozen=True, tag="tightened"):
+    """Router → control, to `Tighten`: nothing is idle any more; what was, has been returned before."""
 
-    key: int
+    serial: int
+
+
+class Report(msgspec.Struct, frozen=True, tag="report"):
+    """Router → control, soon after a change: what it holds, and what has left its queue since the last one."""
+
+    taken: Amounts
+    drained: Amounts
+
+
+class Bounds(msgspec.Struct, frozen=True, tag="bounds"):
+    """Control → router, first message: the cluster's limits."""
+
+    limits: Limits
 
 
 class Granted(msgspec.Struct, frozen=True, tag="granted"):
     key: int
+    lent: Amounts
+    """What was asked for, as far as limits bound it, and more, to be kept idle for others."""
+    kept: Amounts
+    """So much may be idle from now on."""
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
@@ -103,6 +114,12 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
     retry_after_s: float
 
 
+class Tighten(msgspec.Struct, frozen=True, tag="tighten"):
+    """Control → router: return what is idle, and keep nothing idle from now on. Answered by `Tightened`."""
+
+    serial: int
+
+
 class Members(msgspec.Struct, frozen=True, tag="members"):
     """Control → router: all live ranks, on connect and after each change."""
 
@@ -110,7 +127,7 @@ class Members(msgspec.Struct, frozen=True, tag="members"):
 
 
 class QueueCounts(msgspec.Struct, frozen=True, tag="queue_counts"):
-    """Control → router, at most once a second when changed: the cluster's counts, for `/metrics`."""
+    """Control → router, once a second: the cluster's counts, as the routers reported them."""
 
     num_requests: int
     num_tokens: int
@@ -126,5 +143,5 @@ class ShuttingDown(msgspec.Struct, frozen=True, tag="shutting_down"):
 
 RankToControl = Register
 ControlToRank = Registered
-RouterToControl = Resume | Acquire | PrefillDone | Release
-ControlToRouter = Granted | Refused | Members | QueueCounts | ShuttingDown
+RouterToControl = Resume | Ask | Return | Tightened | Report
+ControlToRouter = Bounds | Granted | Refused | Tighten | Members | QueueCounts | ShuttingDown

@@ -1,19 +1,37 @@
-"""The cluster's queue counts, kept by one writer: who holds how many requests and waiting prompt tokens; pure.
+"""The cluster's queue limits, kept by one writer: how much of them is lent to which router; pure.
 
-The control actor owns the only `Ledger`, feeds it what routers say (`router.control_messages`) and calls `tick`
-about once a second. Mutable state: per router its holdings by key, the two totals, and the drain window.
+The control actor owns the only `Ledger`, feeds it what routers say (`router.control_messages`), sends what it answers,
+and calls `tick` about once a second. Routers admit requests out of what they were lent (`router.lease`).
+
+**Never too much**: all that is lent is within the limits. Only `resume` may bring it above them: it states what a
+router has already. **Never refused while there is room**: whoever asks for more than is left is refused only when the
+queue is *tight*, which every router has confirmed: then none of them keeps anything idle, and what is not lent is all
+there is. While there is much room the queue is *loose*, and routers are lent more than they ask for.
+
+**A new ledger** knows nothing of what an earlier one has lent. Until all expected routers have resumed, or what others
+had idle is no longer valid (`recovery_s`), it lends nothing, and lets those who ask wait.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from router.control_messages import Granted, Holding, QueueCounts, Refused
+from router.amounts import NOTHING, Amounts, Limits
+from router.control_messages import ControlToRouter, Granted, QueueCounts, Refused, Tighten
 
 MIN_RETRY_AFTER_S = 1.0
 MAX_RETRY_AFTER_S = 60.0
 DRAIN_WINDOW_S = 10.0
+TIGHTEN_TIMEOUT_S = 0.5
+"""A router that does not confirm for so long is not waited for: it is hung, and what it has is not to be had."""
+# The queue is loosened when so much is not lent, and routers are lent shares of that.
+_LOOSE_FROM = 1 / 4
+_SHARE = 1 / 4
+
+To = tuple[str, ControlToRouter]
+"""A message, and the router that gets it."""
 
 
 class _DrainRate:
@@ -55,43 +73,54 @@ class _DrainRate:
             self._total -= self._buckets.popleft()[1]
 
 
-class _Held:
-    __slots__ = ("num_requests", "num_tokens")
+@dataclass(slots=True)
+class _Router:
+    lent: Amounts = NOTHING
+    taken: Amounts = NOTHING
+    """As last reported."""
+    is_connected: bool = True
+    drop_at: float | None = None
+    """When a router whose connection was lost forfeits what it was lent; None while it is connected."""
 
-    def __init__(self, num_requests: int = 0, num_tokens: int = 0) -> None:
-        self.num_requests = num_requests
-        self.num_tokens = num_tokens
 
-
-class _Holder:
-    __slots__ = ("drop_at", "held")
-
-    def __init__(self) -> None:
-        self.held: dict[int, _Held] = {}
-        self.drop_at: float | None = None
-        """When a router whose connection was lost forfeits what it holds; None while it is connected."""
+@dataclass(frozen=True, slots=True)
+class _Ask:
+    router: str
+    key: int
+    amounts: Amounts
 
 
 class Ledger:
-    """Grants and counts. None as a limit: no limit; 0 refuses everything.
-
-    Totals never exceed a limit through `acquire`, and `acquire` never refuses what fits. Only `resume` may bring
-    totals above a limit: it states what already runs.
-    """
+    """Lends and counts. None as a limit: no limit; 0 refuses everything."""
 
     def __init__(
         self,
         max_num_queued_reqs: int | None,
         max_num_queued_tokens: int | None,
         *,
+        now: float = 0.0,
         holder_grace_s: float = 10.0,
+        recovery_s: float = 0.0,
+        num_routers: int = 0,
     ) -> None:
-        self._max_num_queued_reqs = max_num_queued_reqs
-        self._max_num_queued_tokens = max_num_queued_tokens
+        """`recovery_s`: longer than idle amounts of an earlier ledger are valid; less, once `num_routers` have resumed.
+
+        It counts from `now` on.
+        """
+        self.limits = Limits(max_num_queued_reqs, max_num_queued_tokens)
         self._holder_grace_s = holder_grace_s
-        self._holders: dict[str, _Holder] = {}
-        self._num_requests = 0
-        self._num_tokens = 0
+        self._num_routers = num_routers
+        self._recovers_until: float | None = now + recovery_s if recovery_s > 0 else None
+        self._routers: dict[str, _Router] = {}
+        self._lent = NOTHING
+        self._asks: deque[_Ask] = deque()
+        self._is_tight = True
+        self._serial = 0
+        """Of the latest demand to tighten."""
+        self._unconfirmed: dict[str, int] = {}
+        """Routers that may still keep something idle, though the queue is tight: the demand they are to confirm."""
+        self._give_up_at = 0.0
+        """When they are not waited for any more."""
         self._num_refused_requests = 0
         self._num_refused_tokens = 0
         self._request_drain = _DrainRate()
@@ -99,124 +128,230 @@ class Ledger:
         self.num_ignored = 0
         """Messages, or parts of them, that made no sense: unknown, late, doubled or negative."""
 
-    def resume(self, router: str, holdings: Iterable[Holding], now: float) -> None:
-        """`router` has (re)connected and holds exactly this; replaces what was known of it."""
+    # ---- routers come and go ----
+
+    def resume(self, router: str, lent: Amounts, now: float) -> list[To]:
+        """`router` has (re)connected and has been lent exactly this, here or by an earlier ledger."""
+        self._asks = deque(ask for ask in self._asks if ask.router != router)
         self._drop(router)
-        holder = self._holders[router] = _Holder()
-        for holding in holdings:
-            if holding.num_requests < 0 or holding.num_tokens < 0 or holding.key in holder.held:
-                self.num_ignored += 1
-                continue
-            holder.held[holding.key] = _Held(holding.num_requests, holding.num_tokens)
-            self._num_requests += holding.num_requests
-            self._num_tokens += holding.num_tokens
+        if not lent.covers(NOTHING):
+            self.num_ignored += 1
+            lent = Amounts(max(0, lent.requests), max(0, lent.tokens))
+        lent = self.limits.bounded(lent)
+        self._routers[router] = _Router(lent)
+        self._lent = self._lent.plus(lent)
         self._start_drain(now)
+        # What it has idle is of the time before.
+        messages = self._tighten([router], now) if self._is_tight and lent != NOTHING else []
+        if self._recovers_until is not None and self._num_routers and self._num_connected >= self._num_routers:
+            self._recovers_until = None
+        return messages + self._decide(now)
 
-    def acquire(self, router: str, key: int, num_requests: int, num_tokens: int, now: float) -> Granted | Refused:
-        """Add to what `key` holds: all of it, or nothing. The candidate counts against the limits."""
-        if num_requests < 0 or num_tokens < 0:
-            self.num_ignored += 1
-            num_requests, num_tokens = max(0, num_requests), max(0, num_tokens)
-        limit = self._max_num_queued_reqs
-        if limit is not None and num_requests and self._num_requests + num_requests > limit:
-            self._num_refused_requests += 1
-            wait_s = self._request_drain.wait_s(self._num_requests + num_requests - limit, now)
-            return self._refused(key, "max_num_queued_reqs", limit, self._num_requests, num_requests, wait_s)
-        limit = self._max_num_queued_tokens
-        if limit is not None and num_tokens and self._num_tokens + num_tokens > limit:
-            self._num_refused_tokens += 1
-            wait_s = self._token_drain.wait_s(self._num_tokens + num_tokens - limit, now)
-            return self._refused(key, "max_num_queued_tokens", limit, self._num_tokens, num_tokens, wait_s)
-        holder = self._holders.setdefault(router, _Holder())
-        held = holder.held.setdefault(key, _Held())
-        held.num_requests += num_requests
-        held.num_tokens += num_tokens
-        self._num_requests += num_requests
-        self._num_tokens += num_tokens
-        self._start_drain(now)
-        return Granted(key)
-
-    def prefill_done(self, router: str, key: int, num_tokens: int, now: float) -> None:
-        """`num_tokens` of `key`'s prompt tokens no longer wait."""
-        held = self._find(router, key)
-        if held is None or not 0 <= num_tokens <= held.num_tokens:
-            self.num_ignored += 1
-            if held is None or num_tokens < 0:
-                return
-            num_tokens = held.num_tokens
-        held.num_tokens -= num_tokens
-        self._num_tokens -= num_tokens
-        self._token_drain.add(num_tokens, now)
-
-    def release(self, router: str, key: int, now: float) -> None:
-        """`key` has ended: everything it holds is free."""
-        holder = self._holders.get(router)
-        held = holder.held.pop(key, None) if holder is not None else None
-        if held is None:
-            self.num_ignored += 1
-            return
-        self._num_requests -= held.num_requests
-        self._num_tokens -= held.num_tokens
-        self._request_drain.add(held.num_requests, now)
-        if held.num_tokens:
-            self._token_drain.add(held.num_tokens, now)
-
-    def router_lost(self, router: str, now: float) -> None:
-        """The newest connection of `router` was lost: what it holds is dropped after the grace, unless it resumes.
+    def router_lost(self, router: str, now: float) -> list[To]:
+        """The newest connection of `router` was lost: what it was lent is dropped after the grace, unless it resumes.
 
         A connection that the same router has already replaced by a newer one is none of the ledger's business.
         """
-        holder = self._holders.get(router)
-        if holder is None:
+        found = self._routers.get(router)
+        if found is None:
             self.num_ignored += 1
-        elif not holder.held:
-            del self._holders[router]
-        elif holder.drop_at is None:
-            holder.drop_at = now + self._holder_grace_s
+            return []
+        self._asks = deque(ask for ask in self._asks if ask.router != router)
+        self._unconfirmed.pop(router, None)
+        found.is_connected = False
+        if found.lent == NOTHING:
+            del self._routers[router]
+        elif found.drop_at is None:
+            found.drop_at = now + self._holder_grace_s
+        return self._decide(now)
 
-    def tick(self, now: float) -> list[str]:
-        """Drop what lost routers hold beyond their grace; returns these routers."""
-        expired = [
-            name for name, holder in self._holders.items() if holder.drop_at is not None and now >= holder.drop_at
-        ]
+    def tick(self, now: float) -> tuple[list[str], list[To]]:
+        """Drop what lost routers were lent, beyond their grace; returns these routers, and what follows."""
+        expired = [name for name, found in self._routers.items() if found.drop_at is not None and now >= found.drop_at]
         for name in expired:
             self._drop(name)
-        return expired
+        return expired, self.wake(now)
+
+    @property
+    def wakes_at(self) -> float | None:
+        """When somebody who asks has waited long enough: `wake` is to be called then."""
+        if not self._asks:
+            return None
+        return self._recovers_until if self._recovers_until is not None else self._give_up_at
+
+    def wake(self, now: float) -> list[To]:
+        """Decide what can be decided by now."""
+        if self._recovers_until is not None and now >= self._recovers_until:
+            self._recovers_until = None
+        return self._decide(now)
+
+    # ---- what routers say ----
+
+    def ask(self, router: str, key: int, amounts: Amounts, now: float) -> list[To]:
+        """`router` wants to hold this under `key`, all of it or nothing, and has it not idle."""
+        if router not in self._routers:
+            self.num_ignored += 1
+            return []
+        if not amounts.covers(NOTHING):
+            self.num_ignored += 1
+            amounts = Amounts(max(0, amounts.requests), max(0, amounts.tokens))
+        self._asks.append(_Ask(router, key, amounts))
+        return self._decide(now)
+
+    def returned(self, router: str, amounts: Amounts, now: float) -> list[To]:
+        """`router` gives this back."""
+        found = self._routers.get(router)
+        amounts = self.limits.bounded(amounts)
+        if found is None or not amounts.covers(NOTHING) or not found.lent.covers(amounts):
+            self.num_ignored += 1
+            return []
+        found.lent = found.lent.minus(amounts)
+        self._lent = self._lent.minus(amounts)
+        return self._decide(now)
+
+    def tightened(self, router: str, serial: int, now: float) -> list[To]:
+        """`router` keeps nothing idle since that demand; what it had, it has returned before."""
+        if self._unconfirmed.get(router) != serial:
+            self.num_ignored += 1  # late: it has been given up, or the queue is loose again
+            return []
+        del self._unconfirmed[router]
+        return self._decide(now)
+
+    def reported(self, router: str, taken: Amounts, drained: Amounts, now: float) -> None:
+        """`router` holds `taken` now, and `drained` has left its queue since its last report."""
+        found = self._routers.get(router)
+        if found is None or not taken.covers(NOTHING) or not drained.covers(NOTHING):
+            self.num_ignored += 1
+            return
+        found.taken = taken
+        if drained.requests:
+            self._request_drain.add(drained.requests, now)
+        if drained.tokens:
+            self._token_drain.add(drained.tokens, now)
+
+    # ---- figures ----
 
     def counts(self) -> QueueCounts:
+        taken = [found.taken for found in self._routers.values()]
         return QueueCounts(
-            num_requests=self._num_requests,
-            num_tokens=self._num_tokens,
+            num_requests=sum(amounts.requests for amounts in taken),
+            num_tokens=sum(amounts.tokens for amounts in taken),
             num_refused_requests=self._num_refused_requests,
             num_refused_tokens=self._num_refused_tokens,
             num_ignored=self.num_ignored,
         )
 
-    def check_integrity(self) -> None:
-        """Raises AssertionError unless the totals are the sums of what is held."""
-        held = [held for holder in self._holders.values() for held in holder.held.values()]
-        assert all(h.num_requests >= 0 and h.num_tokens >= 0 for h in held), "negative holding"
-        num_requests, num_tokens = sum(h.num_requests for h in held), sum(h.num_tokens for h in held)
-        assert self._num_requests == num_requests, f"{self._num_requests} requests counted, {num_requests} held"
-        assert self._num_tokens == num_tokens, f"{self._num_tokens} tokens counted, {num_tokens} held"
+    @property
+    def lent(self) -> Amounts:
+        """To all routers."""
+        return self._lent
 
-    def _find(self, router: str, key: int) -> _Held | None:
-        holder = self._holders.get(router)
-        return None if holder is None else holder.held.get(key)
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless the total is the sum of what was lent."""
+        total = NOTHING
+        for found in self._routers.values():
+            assert found.lent.covers(NOTHING), "a negative loan"
+            assert found.is_connected == (found.drop_at is None)
+            total = total.plus(found.lent)
+        assert total == self._lent, f"{self._lent} counted, {total} lent"
+        assert self._unconfirmed.keys() <= {name for name, found in self._routers.items() if found.is_connected}
+        assert all(ask.router in self._routers for ask in self._asks)
+
+    # ---- inside ----
+
+    @property
+    def _num_connected(self) -> int:
+        return sum(found.is_connected for found in self._routers.values())
 
     def _drop(self, router: str) -> None:
-        holder = self._holders.pop(router, None)
-        if holder is not None:
-            self._num_requests -= sum(held.num_requests for held in holder.held.values())
-            self._num_tokens -= sum(held.num_tokens for held in holder.held.values())
+        found = self._routers.pop(router, None)
+        if found is not None:
+            self._lent = self._lent.minus(found.lent)
+            self._unconfirmed.pop(router, None)
+
+    def _decide(self, now: float) -> list[To]:
+        """Answer those who ask, as far as that is possible by now."""
+        if self._recovers_until is not None:
+            return []
+        messages: list[To] = []
+        waiting: deque[_Ask] = deque()
+        for ask in self._asks:
+            verdict = self._verdict(ask, now)
+            if verdict is None:
+                waiting.append(ask)
+            else:
+                messages.append((ask.router, verdict))
+        self._asks = waiting
+        if waiting and not self._is_tight:
+            self._is_tight = True
+            lenders = [name for name, found in self._routers.items() if found.is_connected and found.lent != NOTHING]
+            messages += self._tighten(lenders, now)
+            if not lenders:
+                messages += self._decide(now)
+        elif not waiting and self._is_tight and self._share() != NOTHING:
+            self._is_tight = False
+            self._unconfirmed.clear()
+        return messages
+
+    def _verdict(self, ask: _Ask, now: float) -> Granted | Refused | None:
+        """None: it must wait until all idle amounts are back."""
+        needed = self.limits.bounded(ask.amounts)
+        free = self._free()
+        if free.covers(needed):
+            kept = NOTHING if self._is_tight else self._share(needed)
+            lent = needed.plus(kept)
+            found = self._routers[ask.router]
+            found.lent = found.lent.plus(lent)
+            self._lent = self._lent.plus(lent)
+            self._start_drain(now)
+            return Granted(ask.key, lent, kept)
+        is_alone_too_much = not Amounts(*(limit or 0 for limit in self.limits)).covers(needed)
+        if is_alone_too_much or (self._is_tight and (not self._unconfirmed or now >= self._give_up_at)):
+            return self._refuse(ask, free, now)
+        return None
+
+    def _free(self) -> Amounts:
+        """What is not lent; nothing where it is more than the limits."""
+        requests, tokens = self.limits
+        return Amounts(
+            0 if requests is None else max(0, requests - self._lent.requests),
+            0 if tokens is None else max(0, tokens - self._lent.tokens),
+        )
+
+    def _share(self, needed: Amounts = NOTHING) -> Amounts:
+        """What a router may keep idle, after `needed` has been lent; nothing if there is little room."""
+        free = self._free().minus(needed)
+        shares = []
+        for limit, left in zip(self.limits, free, strict=True):
+            if limit is None:
+                shares.append(0)
+            elif left < limit * _LOOSE_FROM:
+                return NOTHING
+            else:
+                shares.append(int(left * _SHARE) // max(1, self._num_connected))
+        return Amounts(*shares)
+
+    def _tighten(self, routers: Sequence[str], now: float) -> list[To]:
+        self._serial += 1
+        self._give_up_at = now + TIGHTEN_TIMEOUT_S
+        self._unconfirmed.update(dict.fromkeys(routers, self._serial))
+        return [(router, Tighten(self._serial)) for router in routers]
+
+    def _refuse(self, ask: _Ask, free: Amounts, now: float) -> Refused:
+        needed = self.limits.bounded(ask.amounts)
+        if needed.requests > free.requests:
+            self._num_refused_requests += 1
+            name, which, drain = "max_num_queued_reqs", 0, self._request_drain
+        else:
+            self._num_refused_tokens += 1
+            name, which, drain = "max_num_queued_tokens", 1, self._token_drain
+        limit = self.limits[which]
+        assert limit is not None
+        retry_after_s = min(MAX_RETRY_AFTER_S, max(MIN_RETRY_AFTER_S, drain.wait_s(needed[which] - free[which], now)))
+        return Refused(ask.key, name, limit, self._lent[which], needed[which], retry_after_s)
 
     def _start_drain(self, now: float) -> None:
-        if self._num_requests:
+        if self._lent.requests:
             self._request_drain.start(now)
-        if self._num_tokens:
+        if self._lent.tokens:
             self._token_drain.start(now)
-
-    @staticmethod
-    def _refused(key: int, field: str, limit: int, current: int, requested: int, wait_s: float) -> Refused:
-        retry_after_s = min(MAX_RETRY_AFTER_S, max(MIN_RETRY_AFTER_S, wait_s))
-        return Refused(key, field, limit, current, requested, retry_after_s)

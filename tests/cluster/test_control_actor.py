@@ -21,9 +21,11 @@ TIMEOUT_S = 10.0
 def removed(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """What was taken down, in order."""
     found: list[object] = []
-    context = SimpleNamespace(current_actor="the actor")
+    context = SimpleNamespace(current_actor="the actor", was_current_actor_reconstructed=False)
     ray: Any = SimpleNamespace(
-        get_runtime_context=lambda: context, kill=lambda actor, no_restart: found.append((actor, no_restart))
+        is_initialized=lambda: True,
+        get_runtime_context=lambda: context,
+        kill=lambda actor, no_restart: found.append((actor, no_restart)),
     )
     monkeypatch.setitem(sys.modules, "ray", ray)
     monkeypatch.setattr(removal, "remove_application", lambda stop_serve: found.append(stop_serve))
@@ -33,7 +35,7 @@ def removed(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 def run(test: Callable[[ControlActor], Awaitable[None]], owner: str | None) -> None:
     async def run_it() -> None:
         async with asyncio.timeout(TIMEOUT_S):
-            actor = ControlActor(SchedulerConfig(), b"s" * 32, "127.0.0.1", owner)
+            actor = ControlActor(SchedulerConfig(), b"s" * 32, 1, "127.0.0.1", owner)
             try:
                 await test(actor)
             finally:

@@ -39,23 +39,26 @@ from rank_scheduler.messages import (
 )
 from rank_scheduler.prefix_chain import ExtraKeys, chain, pack
 from rank_scheduler.stop_strings import StopStringMatcher
+from router.amounts import NOTHING, Amounts
 from router.control_messages import (
-    Acquire,
+    Ask,
+    Bounds,
     Members,
     PoolRole,
-    PrefillDone,
     QueueCounts,
     RankRecord,
     Register,
     Registered,
-    Release,
+    Report,
     Resume,
+    Return,
     RouterToControl,
     ShuttingDown,
+    Tightened,
 )
 from router.detokenizer import IncrementalDetokenizer
 from router.http_api import build_app
-from router.ledger import Ledger
+from router.ledger import Ledger, To
 from router.service import RouterService, RouterSettings
 from tests.router.small_tokenizer import IM_END, byte_tokenizer, write_model_dir
 
@@ -361,16 +364,24 @@ class FakeControl:
         if self.is_mute:
             return
         match msgspec.msgpack.decode(payload, type=RouterToControl):
-            case Resume(holdings=holdings):
+            case Resume(lent):
                 self.num_resumes += 1
-                self.ledger.resume(name, holdings, now)
-            case Acquire(key=key, num_requests=num_requests, num_tokens=num_tokens):
-                answer = self.ledger.acquire(name, key, num_requests, num_tokens, now)
-                connection.send(msgspec.msgpack.encode(answer))
-            case PrefillDone(key=key, num_tokens=num_tokens):
-                self.ledger.prefill_done(name, key, num_tokens, now)
-            case Release(key=key):
-                self.ledger.release(name, key, now)
+                connection.send(msgspec.msgpack.encode(Bounds(self.ledger.limits)))
+                self._answer(self.ledger.resume(name, lent, now))
+            case Ask(key, amounts):
+                self._answer(self.ledger.ask(name, key, amounts, now))
+            case Return(amounts):
+                self._answer(self.ledger.returned(name, amounts, now))
+            case Tightened(serial):
+                self._answer(self.ledger.tightened(name, serial, now))
+            case Report(taken, drained):
+                self.ledger.reported(name, taken, drained, now)
+
+    def _answer(self, messages: list[To]) -> None:
+        for name, message in messages:
+            for connection in self._connections:
+                if connection.peer is not None and connection.peer.name == name:
+                    connection.send(msgspec.msgpack.encode(message))
 
 
 class _Server(uvicorn.Server):
@@ -400,9 +411,13 @@ class Cluster:
         samples = [sample for metric in self.service.metrics.registry.collect() for sample in metric.samples]
         return {",".join(s.labels.values()): s.value for s in samples if s.name == f"{name}_total" and s.value}
 
+    @property
+    def taken(self) -> Amounts:
+        """What the router's requests hold; the ledger hears of it a little later."""
+        return self.service.control.taken
+
     def is_idle(self) -> bool:
-        counts = self.ledger.counts()
-        return counts.num_requests == counts.num_tokens == 0 and self.service.pool.num_live == 0
+        return self.taken == NOTHING and self.service.control.num_holdings == self.service.pool.num_live == 0
 
     async def chat(self, content: str = "hi", **fields: Any) -> httpx.Response:
         body = {"model": MODEL, "messages": [{"role": "user", "content": content}], **fields}
@@ -455,6 +470,7 @@ async def running(
     try:
         yield cluster
         await until(cluster.is_idle)
+        await until(lambda: control.ledger.counts().num_requests == control.ledger.counts().num_tokens == 0)
         service.check_integrity()
         control.ledger.check_integrity()
     finally:

@@ -155,7 +155,7 @@ async def test_any_router_explains(tmp_path: Path) -> None:
 async def test_a_request_that_waits_for_a_rank_is_in_the_router(tmp_path: Path) -> None:
     async with running(tmp_path, num_ranks=0, rank_wait_timeout_s=20) as cluster:
         asked = asyncio.create_task(cluster.complete("abc", n=2))
-        await until(lambda: cluster.ledger.counts().num_tokens == 6 and not cluster.service.control._pending)
+        await until(lambda: cluster.taken.tokens == 6 and not cluster.service.control._pending)
         await asyncio.sleep(0)
         body = await explained(cluster, id_of_only_flow(cluster))
         assert (body["ranks"], body["ranks_without_answer"]) == ([], [])
@@ -176,7 +176,7 @@ async def test_a_request_that_waits_for_a_rank_is_in_the_router(tmp_path: Path) 
 
 @in_loop
 async def test_a_request_that_is_not_counted_yet_is_in_the_router(tmp_path: Path) -> None:
-    async with running(tmp_path, acquire_timeout_s=20) as cluster:
+    async with running(tmp_path, acquire_timeout_s=20, max_num_queued_reqs=1) as cluster:
         cluster.control.is_mute = True
         asked = asyncio.create_task(cluster.complete())
         await until(lambda: len(cluster.service._flows) == 1)
@@ -196,15 +196,16 @@ async def test_a_request_whose_output_format_is_being_checked_is_in_the_router(
         await checked.wait()
 
     monkeypatch.setattr(GrammarChecker, "check", check)
-    async with running(tmp_path) as cluster:
+    async with running(tmp_path, max_num_queued_reqs=1, acquire_timeout_s=20) as cluster:
         cluster.control.is_mute = True
         asked = asyncio.create_task(cluster.complete(structured_outputs={"regex": "a+"}))
         await until(lambda: len(cluster.service._flows) == 1)
         request_id = id_of_only_flow(cluster)
         (sequence,) = (await explained(cluster, request_id))["sequences"]
         assert sequence["reason"] == "admission"
-        cluster.control.is_mute = False
         asked.cancel()
+        await until(lambda: not cluster.service._flows)
+        cluster.control.is_mute = False
         asked = asyncio.create_task(cluster.complete(structured_outputs={"regex": "a+"}))
         await until(lambda: [flow._stage for flow in cluster.service._flows] == [RouterStage.FORMAT_CHECK])
         (sequence,) = (await explained(cluster, id_of_only_flow(cluster)))["sequences"]

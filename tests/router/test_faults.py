@@ -44,7 +44,7 @@ async def test_a_client_that_leaves_is_aborted_on_the_rank(tmp_path: Path, strea
         rank.allowance = num_tokens
         _, writer = await open_stream(cluster, stream=stream, n=2)
         await until(lambda: len(rank.submits) == 2 and rank.allowance == 0)
-        assert cluster.ledger.counts().num_requests == 2
+        assert cluster.taken.requests == 2
         writer.close()
         await until(lambda: sorted(rank.aborts) == [1, 2])
         await until(cluster.is_idle)
@@ -77,7 +77,7 @@ async def test_a_client_that_does_not_read_is_given_up(tmp_path: Path) -> None:
 async def test_a_client_that_leaves_while_no_rank_is_there_releases_its_counts(tmp_path: Path) -> None:
     async with running(tmp_path, num_ranks=0, rank_wait_timeout_s=20) as cluster:
         _, writer = await open_stream(cluster)
-        await until(lambda: cluster.ledger.counts().num_tokens == 2)
+        await until(lambda: cluster.taken.tokens == 2)
         writer.close()
         await until(cluster.is_idle)
 
@@ -88,7 +88,7 @@ async def test_a_rank_that_comes_back_is_another_one(tmp_path: Path) -> None:
         cluster.ranks[0].kill()
         await until(lambda: not cluster.service.pool.links)
         waiting = asyncio.create_task(cluster.complete())
-        await until(lambda: cluster.ledger.counts().num_requests == 1)
+        await until(lambda: cluster.taken.requests == 1)
         replacement = FakeRank(0, cluster.ranks[0].reply)
         record = await replacement.start()
         cluster.ranks.append(replacement)
@@ -195,8 +195,8 @@ async def test_prefill_counts_end_with_the_first_token_if_not_announced(tmp_path
         rank = cluster.ranks[0]
         rank.announces_prefill, rank.allowance = False, 1
         waiting = asyncio.create_task(cluster.complete("abc", max_tokens=5))
-        await until(lambda: rank.allowance == 0 and cluster.ledger.counts().num_tokens == 0)
-        assert cluster.ledger.counts().num_requests == 1
+        await until(lambda: rank.allowance == 0 and cluster.taken.tokens == 0)
+        assert cluster.taken.requests == 1
         rank.allow(10)
         assert (await waiting).status_code == 200
 
@@ -216,15 +216,15 @@ async def test_a_restarted_control_actor_learns_the_counts(tmp_path: Path) -> No
         control.ledger = type(control.ledger)(None, None)
         await control.start()
         await until(lambda: control.num_resumes == 2)
-        counts = control.ledger.counts()
-        assert (counts.num_requests, counts.num_tokens) == (1, 3)
+        await until(lambda: control.ledger.counts().num_requests == 1)
+        assert control.ledger.counts().num_tokens == 3
         rank.allow(float("inf"))
         assert (await first).status_code == 200
 
 
 @in_loop
 async def test_an_acquire_waits_for_the_control_actor_to_come_back(tmp_path: Path) -> None:
-    async with running(tmp_path, acquire_timeout_s=5) as cluster:
+    async with running(tmp_path, acquire_timeout_s=5, max_num_queued_reqs=1) as cluster:
         await cluster.control.stop()
         await until(lambda: not cluster.service.control.is_connected)
         waiting = asyncio.create_task(cluster.complete())
@@ -234,8 +234,38 @@ async def test_an_acquire_waits_for_the_control_actor_to_come_back(tmp_path: Pat
 
 
 @in_loop
+async def test_a_router_goes_on_within_its_lease_while_the_control_actor_is_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.control_link.LEASE_VALID_S", 2.0)
+    async with running(tmp_path, acquire_timeout_s=0.1, max_num_queued_reqs=100) as cluster:
+        assert (await cluster.complete()).status_code == 200
+        assert cluster.ledger.lent.requests > 1  # some are kept for those who come
+        await cluster.control.stop()
+        await until(lambda: not cluster.service.control.is_connected)
+        assert (await cluster.complete()).status_code == 200
+        refused = None
+        async with asyncio.timeout(20):
+            while refused is None or refused.status_code == 200:
+                refused = await cluster.complete()
+        assert refused.json()["error"]["code"] == "admission_unavailable"
+        await cluster.control.start()
+        await until(lambda: cluster.service.control.is_connected)
+        assert (await cluster.complete()).status_code == 200
+
+
+@in_loop
+async def test_a_router_that_ends_gives_back_what_it_was_lent(tmp_path: Path) -> None:
+    async with running(tmp_path, max_num_queued_reqs=100) as cluster:
+        assert (await cluster.complete()).status_code == 200
+        assert cluster.ledger.lent.requests > 0
+        await cluster.service.stop()
+        await until(lambda: cluster.ledger.lent.requests == 0)
+
+
+@in_loop
 async def test_a_mute_control_actor_is_given_up(tmp_path: Path) -> None:
-    async with running(tmp_path, acquire_timeout_s=0.1) as cluster:
+    async with running(tmp_path, acquire_timeout_s=0.1, max_num_queued_reqs=1) as cluster:
         cluster.control.is_mute = True
         refused = await cluster.complete()
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "admission_unavailable")
@@ -300,7 +330,7 @@ async def test_a_rank_that_is_behind_with_reading_gets_no_more_until_it_reads(
         reading.pause_reading()
         # 400 kB each.
         requests = [asyncio.create_task(cluster.complete([5] * 10_000, n=10, max_tokens=1)) for _ in range(8)]
-        await until(lambda: cluster.ledger.counts().num_tokens == 800_000 and not cluster.service.control._pending)
+        await until(lambda: cluster.taken.tokens == 800_000 and not cluster.service.control._pending)
         await until(lambda: not link.has_room)
         for _ in range(10):
             await asyncio.sleep(0)
@@ -327,5 +357,5 @@ async def test_stop_ends_requests_before_it_closes_connections(tmp_path: Path) -
         await cluster.service.stop()
         assert "shutting_down" in (await stream).text
         await until(lambda: rank.aborts == [1])
-        await until(lambda: cluster.ledger.counts().num_requests == 0)
+        await until(lambda: cluster.taken.requests == 0)
         await cluster.service.stop()

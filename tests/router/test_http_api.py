@@ -391,9 +391,9 @@ async def test_prompt_tokens_beyond_the_limit_are_refused_until_prefill_is_done(
         await until(lambda: len(cluster.ranks[0].submits) == 1)
         refused = await cluster.complete("yyy")
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "max_num_queued_tokens")
-        assert cluster.ledger.counts().num_requests == 1
+        assert cluster.taken.requests == 1
         cluster.ranks[0].allow(1)
-        await until(lambda: cluster.ledger.counts().num_tokens == 0)
+        await until(lambda: cluster.taken.tokens == 0)
         accepted = asyncio.create_task(cluster.complete("yyy", max_tokens=2))
         await until(lambda: len(cluster.ranks[0].submits) == 2)
         cluster.ranks[0].allow(float("inf"))
