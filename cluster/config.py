@@ -10,7 +10,7 @@ import difflib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, Self, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -64,6 +64,19 @@ class PoolConfig(_Section):
     )
 
 
+class TenantConfig(_Section):
+    """One who shares the queue with others: whom an API key says, or a request's `user`."""
+
+    weight: float = Field(default=1.0, gt=0, description="Its share of the queue, against others' weights.")
+
+
+class ApiKeyConfig(_Section):
+    """A key that clients send as `Authorization: Bearer KEY`."""
+
+    sha256: str = Field(pattern="^[0-9a-f]{64}$", description="SHA-256 of the key, in hexadecimal (sha256sum).")
+    tenant: str = Field(default="", description="Whose requests these are.")
+
+
 class RouterConfig(_Section):
     """The HTTP side."""
 
@@ -91,6 +104,21 @@ class RouterConfig(_Section):
         default=2,
         ge=0,
         description="So often a request that loses its rank goes on at another, with the same text; then it fails.",
+    )
+
+    placement: str = Field(
+        default="prefix",
+        min_length=1,
+        description="prefix, least_loaded, round_robin, or module:Class of a policy of one's own.",
+    )
+    tenants: dict[str, TenantConfig] = Field(
+        default={}, description="Tenants whose weight is not 1; others need not be named."
+    )
+    default_deadline_s: float | None = Field(
+        default=None, gt=0, description="For requests without x-request-deadline-ms. None: they may take any time."
+    )
+    api_keys: dict[str, ApiKeyConfig] = Field(
+        default={}, description="Keys, by a name for the log, of which clients must send one. Empty: none is asked for."
     )
 
     @field_validator("ha_proxy", mode="before")
@@ -327,18 +355,15 @@ def _suggest(location: tuple[Any, ...]) -> str:
     section: type[BaseModel] = ClusterConfig
     parts = list(location[:-1])
     while parts:
-        part = parts.pop(0)
-        if part == "pools":
-            section = PoolConfig
-            parts = parts[1:]
-        else:
-            annotation = section.model_fields[part].annotation
-            # A section that may be left out is a union with None.
-            [section] = [
-                each
-                for each in (annotation, *get_args(annotation))
-                if isinstance(each, type) and issubclass(each, BaseModel)
-            ]
+        annotation = section.model_fields[parts.pop(0)].annotation
+        if get_origin(annotation) is dict:
+            parts.pop(0)  # a name of the user's own
+        # A section that may be left out is a union with None, one of several stands in a dictionary.
+        [section] = [
+            each
+            for each in (annotation, *get_args(annotation))
+            if isinstance(each, type) and issubclass(each, BaseModel)
+        ]
     known = list(section.model_fields)
     near = difflib.get_close_matches(str(location[-1]), known, n=1)
     return f"did you mean {near[0]!r}?" if near else f"the keys here are {', '.join(known)}"

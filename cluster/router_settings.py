@@ -20,5 +20,7 @@ def router_settings(config: ClusterConfig, *, model_dir: Path, model_name: str, 
         remote_prefill_min_tokens=config.router.remote_prefill_min_tokens if config.is_disaggregated else None,
         pd_fallback=config.router.pd_fallback,
         max_failovers=config.router.max_failovers,
+        default_deadline_s=config.router.default_deadline_s,
+        tenant_weights={name: tenant.weight for name, tenant in config.router.tenants.items()},
         rank_silence_timeout_s=config.router.rank_silence_timeout_s,
     )

@@ -26,6 +26,7 @@ class Cause(StrEnum):
     ADMISSION_UNAVAILABLE = "admission_unavailable"
     NO_RANK_AVAILABLE = "no_rank_available"
     SHUTTING_DOWN = "shutting_down"
+    DEADLINE_EXCEEDED = "deadline_exceeded"
     # It went wrong on the way.
     RANK_LOST = "rank_lost"
     RANK_ERROR = "rank_error"
@@ -53,6 +54,7 @@ _ANSWERS = {
     Cause.ADMISSION_UNAVAILABLE: _Answer(503, "service_unavailable_error", 2),
     Cause.NO_RANK_AVAILABLE: _Answer(503, "service_unavailable_error", 5),
     Cause.SHUTTING_DOWN: _Answer(503, "service_unavailable_error", 10),
+    Cause.DEADLINE_EXCEEDED: _Answer(504, "timeout_error"),
     Cause.RANK_LOST: _Answer(502, "server_error", 1),
     Cause.RANK_ERROR: _Answer(500, "server_error"),
     Cause.CLIENT_GONE: _Answer(499, "client_closed_request"),
@@ -97,7 +99,12 @@ class ApiError(Exception):
         return msgspec.json.encode({"error": error})
 
     def headers(self) -> dict[str, str]:
-        """`Retry-After` in whole seconds, where the same request may succeed later."""
+        """`Retry-After` in whole seconds, where the same request may succeed later.
+
+        Clients that would try again of their own accord are told where that is of no use.
+        """
+        if self.cause is Cause.DEADLINE_EXCEEDED:
+            return {"x-should-retry": "false"}
         retry_after_s = self.retry_after_s
         return {} if retry_after_s is None else {"retry-after": str(max(1, math.ceil(retry_after_s)))}
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from router.caller import ANYBODY, Caller
 from router.control_link import ControlAddress, ControlLink
 from router.control_messages import QueueCounts
 from router.errors import ApiError, Cause
@@ -18,7 +20,8 @@ from router.grammar_check import GrammarChecker
 from router.metrics import RankFigures, RouterMetrics
 from router.protocol import ChatCompletionRequest, CompletionRequest
 from router.rank_pool import RankPool
-from router.request_flow import RequestFlow
+from router.request_flow import FlowParts, RequestFlow
+from router.sequences import SequenceRules
 from router.tokenizer import ChatTokenizer
 
 logger = logging.getLogger(__name__)
@@ -52,6 +55,10 @@ class RouterSettings(BaseModel):
     )
     pd_fallback: bool = Field(default=True, description="Any rank takes any part of a request, rather than none.")
     max_failovers: int = Field(default=2, ge=0, description="So often a sequence that loses its rank goes to another.")
+    default_deadline_s: float | None = Field(
+        default=None, gt=0, description="Of requests that do not say theirs. None: they may take any time."
+    )
+    tenant_weights: dict[str, float] = Field(default={}, description="Of those whose weight is not 1.")
     rank_silence_timeout_s: float = Field(
         default=10.0, gt=0, description="A rank that sends nothing for so long counts as lost; it should every second."
     )
@@ -74,6 +81,7 @@ class RouterService:
         self.is_shutting_down = False
         self._control: ControlLink | None = None
         self._pool: RankPool | None = None
+        self._parts: FlowParts | None = None
         self._flows: set[RequestFlow] = set()
         self._is_drained = asyncio.Event()
 
@@ -112,30 +120,41 @@ class RouterService:
             on_shutting_down=self.shut_down,
             count=partial(self.metrics.peer_fault, "control"),
         )
+        self._parts = FlowParts(
+            tokenizer=self.tokenizer,
+            grammar_checker=self._grammar_checker,
+            control=self._control,
+            pool=self._pool,
+            metrics=self.metrics,
+            rules=SequenceRules(
+                stream_interval=settings.stream_interval,
+                remote_prefill_min_tokens=settings.remote_prefill_min_tokens,
+                max_failovers=settings.max_failovers,
+            ),
+            max_model_len=settings.max_model_len,
+            policy=settings.policy,
+        )
         self._control.start()
 
-    def open_flow(self, request: ChatCompletionRequest | CompletionRequest, request_id: str) -> RequestFlow:
+    def open_flow(
+        self, request: ChatCompletionRequest | CompletionRequest, request_id: str, caller: Caller = ANYBODY
+    ) -> RequestFlow:
         """A new request's flow; its opener closes it. Raises ApiError when shutting down.
 
         `request_id` is the public one, of the answer.
         """
         if self.is_shutting_down:
             raise _shutting_down()
-        flow = RequestFlow(
-            request,
-            request_id=request_id,
-            tokenizer=self.tokenizer,
-            grammar_checker=self._grammar_checker,
-            control=self.control,
-            pool=self.pool,
-            metrics=self.metrics,
-            max_model_len=self.settings.max_model_len,
-            policy=self.settings.policy,
-            stream_interval=self.settings.stream_interval,
-            remote_prefill_min_tokens=self.settings.remote_prefill_min_tokens,
-            max_failovers=self.settings.max_failovers,
-            on_close=self._on_flow_closed,
+        if self._parts is None:
+            raise RuntimeError("RouterService.start has not been called")
+        tenant = caller.tenant or request.user or ""
+        caller = replace(
+            caller,
+            tenant=tenant,
+            weight=self.settings.tenant_weights.get(tenant, 1.0),
+            deadline_s=caller.deadline_s or self.settings.default_deadline_s,
         )
+        flow = RequestFlow(request, request_id, caller, self._parts, on_close=self._on_flow_closed)
         self._flows.add(flow)
         return flow
 

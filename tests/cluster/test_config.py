@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import yaml
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from typer.testing import CliRunner
 
 from cluster.cli import app
@@ -25,6 +25,23 @@ def refusal(text: str, tmp_path: Path) -> str:
     with pytest.raises(ConfigError) as refused:
         load_config(file)
     return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("section", "wrong", "expected"),
+    [
+        ("tenants", {"a": {"wait": 2}}, "router.tenants.a.wait: unknown key (value 2); did you mean 'weight'?"),
+        ("tenants", {"a": {"weight": 0}}, "router.tenants.a.weight: 0 is refused; set it to more than 0"),
+        ("api_keys", {"a": {"sha": "0"}}, "router.api_keys.a.sha"),
+    ],
+)
+def test_what_is_wrong_in_a_section_with_a_name_of_its_own(
+    section: str, wrong: dict[str, Any], expected: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "serried.yaml"
+    file.write_text(json.dumps({"router": {section: wrong}}))
+    with pytest.raises(ConfigError, match=re.escape(expected)):
+        load_config(file)
 
 
 def test_defaults_serve_the_embedded_model_with_two_ranks() -> None:
@@ -200,6 +217,10 @@ OTHER_SECTIONS: dict[str, dict[str, Any]] = {
         "remote_prefill_min_tokens": 7,
         "pd_fallback": False,
         "max_failovers": 5,
+        "placement": "least_loaded",
+        "tenants": {"a": {"weight": 2.0}},
+        "default_deadline_s": 30.0,
+        "api_keys": {"a": {"sha256": "0" * 64, "tenant": "t"}},
     },
     "kv_transfer": {
         "kv_connector": "OffloadConnector",
@@ -231,10 +252,12 @@ NEEDED: dict[str, dict[str, Any]] = {
 
 
 def at(config: ClusterConfig, path: str) -> object:
-    """The value of a key, of the only pool where the path says `*`."""
+    """The value of a key, of the only pool where the path says `*`; sections by name as plain values."""
     found: Any = config
     for part in path.split("."):
         found = found["mixed"] if part == "*" else getattr(found, part)
+    if isinstance(found, dict):
+        return {key: each.model_dump() if isinstance(each, BaseModel) else each for key, each in found.items()}
     return found
 
 

@@ -30,7 +30,7 @@ from kv_transfer.connector import ConnectorStats
 from kv_transfer.wire import WireError
 from model_runner.simulated import SimulatedRunner, expected_tokens
 from rank_scheduler.config import CacheConfig, SchedulerConfig
-from rank_scheduler.extension import OFF_VARIABLE
+from kv_transfer.extension import OFF_VARIABLE
 from rank_scheduler.interface import PauseState
 from rank_scheduler.messages import (
     Abort,

@@ -1,0 +1,26 @@
+"""Who sends a request, and what its headers ask of the router; checked by the HTTP surface."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Of one request."""
+
+    tenant: str = ""
+    """Whom its share of the queue is counted for: the API key's tenant, else the body's `user`, else nobody's."""
+    weight: float = 1.0
+    """Of the tenant's share against others'."""
+    deadline_s: float | None = None
+    """From `x-request-deadline-ms`: worth nothing so long after its arrival; None: it may take any time."""
+    session_id: str | None = None
+    """From `x-session-id`: requests of one session go to one rank, as long as it lives."""
+    rank_id: str | None = None
+    """From `x-serried-rank`: this rank or none."""
+    retry_token: str | None = None
+    """From `x-serried-retry-token`: what an earlier refusal of it gave."""
+
+
+ANYBODY = Caller()

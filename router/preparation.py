@@ -1,0 +1,165 @@
+"""What a request asks for, in tokens: its prompts, how many tokens each may get, how they are picked.
+
+Refuses what this model, or this server's scheduling policy, cannot do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rank_scheduler.messages import SamplingParams
+from router.errors import ApiError, Cause, invalid
+from router.protocol import (
+    DEFAULT_COMPLETION_MAX_TOKENS,
+    MAX_NUM_PROMPT_TOKENS,
+    ChatCompletionRequest,
+    CompletionRequest,
+)
+from router.tokenizer import ChatTokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    token_ids: list[int]
+    max_tokens: int
+    """To be generated behind it."""
+
+
+class Preparation:
+    """Of one request. Everything raises ApiError for what is refused."""
+
+    def __init__(
+        self,
+        request: ChatCompletionRequest | CompletionRequest,
+        tokenizer: ChatTokenizer,
+        *,
+        max_model_len: int,
+        policy: str,
+    ) -> None:
+        """`policy`: the ranks' scheduling policy."""
+        self.request = request
+        self._tokenizer = tokenizer
+        self._max_model_len = max_model_len
+        self._policy = policy
+
+    def check(self) -> None:
+        """What can be told without the prompts' tokens."""
+        self._check_vocabulary(self.request.stop_token_ids or (), "stop_token_ids")
+        self._check_policy()
+
+    async def prompts(self) -> list[Prompt]:
+        """In the order in which they stand in the request."""
+        prompts = [Prompt(token_ids, self._max_tokens(token_ids)) for token_ids in await self._tokenize()]
+        for prompt in prompts:
+            self._check_vocabulary(prompt.token_ids, "prompt")
+        self._check_size(sum(len(prompt.token_ids) for prompt in prompts))
+        return prompts
+
+    def sampling(self, seed: int, max_tokens: int) -> SamplingParams:
+        request = self.request
+        return SamplingParams(
+            seed=seed,
+            max_tokens=max_tokens,
+            temperature=1.0 if request.temperature is None else float(request.temperature),
+            top_p=1.0 if request.top_p is None else float(request.top_p),
+            top_k=max(0, request.top_k or 0),
+            min_p=0.0 if request.min_p is None else float(request.min_p),
+            stop=tuple(request.stop),
+            stop_token_ids=tuple(request.stop_token_ids or ()),
+            ignore_eos=bool(request.ignore_eos),
+            num_logprobs=request.num_logprobs,
+            min_tokens=request.min_tokens or 0,
+            repetition=request.repetition,
+        )
+
+    async def _tokenize(self) -> list[list[int]]:
+        request = self.request
+        if isinstance(request, ChatCompletionRequest):
+            messages = [message.for_template() for message in request.messages]
+            text = self._tokenizer.render_chat(
+                messages, add_generation_prompt=request.add_generation_prompt is not False
+            )
+            prompts = [await self._encode(text, add_special_tokens=False)]
+        else:
+            prompts = []
+            for prompt in request.prompt:
+                if isinstance(prompt, str):
+                    prompt = await self._encode(prompt, add_special_tokens=True)
+                prompts.append(prompt)
+        return prompts
+
+    async def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of `text`. Raises ApiError, without the work, if it is far too long for the model."""
+        at_least = self._tokenizer.min_num_tokens(text)
+        if at_least >= self._max_model_len:
+            raise self._too_long(f"has {len(text)} characters, which make {at_least} tokens or more")
+        return await self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def _check_size(self, num_prompt_tokens: int) -> None:
+        """`num_prompt_tokens`: of all prompts, which each choice has for itself."""
+        num_choices = self.request.num_choices
+        num_tokens = num_prompt_tokens * num_choices
+        if num_tokens > MAX_NUM_PROMPT_TOKENS:
+            raise invalid(
+                f"n: {num_prompt_tokens} prompt tokens for each of {num_choices} choices are {num_tokens} tokens, at "
+                f"most {MAX_NUM_PROMPT_TOKENS} are allowed in one request; lower n, or send fewer or shorter prompts",
+                "n" if num_choices > 1 else self._prompt_param,
+            )
+
+    @property
+    def _prompt_param(self) -> str:
+        return "messages" if isinstance(self.request, ChatCompletionRequest) else "prompt"
+
+    def _too_long(self, size: str) -> ApiError:
+        return ApiError(
+            Cause.CONTEXT_LENGTH_EXCEEDED,
+            f"{self._prompt_param}: {size}, the model's maximum length is {self._max_model_len} tokens "
+            "including at least one generated; shorten it",
+            self._prompt_param,
+        )
+
+    def _check_vocabulary(self, token_ids: Sequence[int], param: str) -> None:
+        vocab_size = self._tokenizer.vocab_size
+        if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+            unknown = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
+            raise invalid(f"{param}: token id {unknown} is not in the model's vocabulary of {vocab_size}", param)
+
+    def _check_policy(self) -> None:
+        if self.request.priority and self._policy != "priority":
+            raise invalid(
+                f"priority: {self.request.priority} means nothing under this server's scheduling policy "
+                f"{self._policy!r}; leave it out, or have the server run with policy 'priority'",
+                "priority",
+            )
+
+    def _max_tokens(self, prompt: Sequence[int]) -> int:
+        """Tokens to generate for `prompt`. Raises ApiError if the model has no room for that, or for `min_tokens`."""
+        most, least = self._most_tokens(prompt), self.request.min_tokens or 0
+        if least > most:
+            raise invalid(
+                f"min_tokens: {least} is more than the {most} tokens that are generated at most; lower it, or raise "
+                f"{self.request.max_tokens_param} if the model has room",
+                "min_tokens",
+            )
+        return most
+
+    def _most_tokens(self, prompt: Sequence[int]) -> int:
+        request = self.request
+        param = self._prompt_param
+        if not prompt:
+            raise invalid(f"{param}: has no tokens; at least one is needed", param)
+        room = self._max_model_len - len(prompt)
+        asked = request.asked_max_tokens
+        if room < 1:
+            raise self._too_long(f"has {len(prompt)} tokens")
+        if asked is None:
+            return room if isinstance(request, ChatCompletionRequest) else min(DEFAULT_COMPLETION_MAX_TOKENS, room)
+        if asked > room:
+            raise ApiError(
+                Cause.CONTEXT_LENGTH_EXCEEDED,
+                f"{request.max_tokens_param}: {asked} together with the {len(prompt)} tokens of {param} exceeds the "
+                f"model's maximum length of {self._max_model_len} tokens; ask for at most {room}",
+                request.max_tokens_param,
+            )
+        return asked
