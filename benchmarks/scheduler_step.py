@@ -42,7 +42,7 @@ import numpy as np
 
 from benchmarks.reference_process import ReferenceMissingError, run_with_reference
 from benchmarks.scheduler_rig import OurRig, Rig, RigOptions
-from rank_scheduler.extension import why_missing
+from kv_transfer.extension import why_missing
 
 BLOCK_SIZE = 16
 PROMPT_TOKENS, SHARED_TOKENS = 512, 256

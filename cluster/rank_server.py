@@ -40,10 +40,10 @@ from cluster.rank_loop import (
 from cluster.structured_output import GrammarCompiler
 from kv_transfer.config import KVTransferConfig
 from kv_transfer.connection import Connection, Listener, connect
+from kv_transfer.extension import why_missing
 from kv_transfer.wire import WireError
 from model_runner.runner import Capacity, ModelRunner
 from rank_scheduler.config import CacheConfig, SchedulerConfig
-from kv_transfer.extension import why_missing
 from rank_scheduler.interface import PauseState, SchedulerSetup
 from rank_scheduler.messages import (
     Abort,

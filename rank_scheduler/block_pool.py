@@ -18,7 +18,7 @@ from operator import index
 
 import numpy as np
 
-from rank_scheduler.extension import ExtensionMissingError, load
+from kv_transfer.extension import ExtensionMissingError, load
 from rank_scheduler.kv_events import AllBlocksCleared, BlockRemoved, KvEvent
 from rank_scheduler.plan import Int32Array
 from rank_scheduler.prefix_chain import HASH_BYTES

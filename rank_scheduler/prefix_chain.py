@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from rank_scheduler.extension import ExtensionMissingError, load
+from kv_transfer.extension import ExtensionMissingError, load
 
 HASH_BYTES = 8
 """Of a hash, in what others are told."""

@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import numpy as np
 
-from rank_scheduler.extension import ExtensionMissingError, load
+from kv_transfer.extension import ExtensionMissingError, load
 from rank_scheduler.plan import Int32Array
 from rank_scheduler.prefix_chain import ROOT_HASH as ROOT_HASH
 from rank_scheduler.prefix_chain import ExtraKeys as ExtraKeys

@@ -27,10 +27,10 @@ from cluster.rank_loop import MAX_CONSECUTIVE_FAILURES
 from cluster.rank_server import RankServer
 from kv_transfer.connection import Connection, Listener, connect
 from kv_transfer.connector import ConnectorStats
+from kv_transfer.extension import OFF_VARIABLE
 from kv_transfer.wire import WireError
 from model_runner.simulated import SimulatedRunner, expected_tokens
 from rank_scheduler.config import CacheConfig, SchedulerConfig
-from kv_transfer.extension import OFF_VARIABLE
 from rank_scheduler.interface import PauseState
 from rank_scheduler.messages import (
     Abort,

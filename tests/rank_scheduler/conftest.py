@@ -2,7 +2,8 @@ from importlib import import_module
 
 import pytest
 
-from rank_scheduler import block_pool, extension, kv_cache_manager, prefix_hash
+from kv_transfer import extension
+from rank_scheduler import block_pool, kv_cache_manager, prefix_hash
 
 
 @pytest.fixture(params=["python", "c"])

@@ -6,7 +6,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from rank_scheduler import block_pool, extension
+from kv_transfer import extension
+from rank_scheduler import block_pool
 from rank_scheduler.block_pool import NULL_BLOCK
 from rank_scheduler.kv_events import AllBlocksCleared, BlockRemoved
 

@@ -19,7 +19,8 @@ import numpy as np
 import pytest
 
 import build_extensions
-from rank_scheduler import block_pool, extension
+from kv_transfer import extension
+from rank_scheduler import block_pool
 from rank_scheduler.prefix_chain import pack, unpack
 from rank_scheduler.prefix_hash import ROOT_HASH, hash_rows_in_python, hash_run_in_python
 
