@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from model_runner.logit_rules import LogitRules
 from rank_scheduler.messages import EncoderInput
 from rank_scheduler.plan import NO_TOKENS, BoolArray, Extension, Int32Array, Int64Array, NewSequence, StepPlan
 
@@ -79,6 +80,8 @@ class PersistentBatch:
         """Prompt and `min_tokens`: shorter sequences may not end."""
         self.ending_token_ids: list[tuple[int, ...]] = [()] * max_num_seqs
         """End-of-sequence and stop tokens of the slot; empty without `min_tokens`."""
+        self.logit_rules: dict[int, LogitRules] = {}
+        """By slot; of few, as a rule."""
         self.cross_block_ids: list[Int32Array] = [NO_TOKENS] * max_num_seqs
         self.encoder_inputs: list[tuple[EncoderInput, ...]] = [()] * max_num_seqs
 
@@ -90,6 +93,7 @@ class PersistentBatch:
         # A slot may be free already: the step that should have filled it may have failed before.
         for slot in slots:
             self.num_tokens[slot] = self.num_computed[slot] = self.num_blocks[slot] = 0
+            self.logit_rules.pop(slot, None)
 
     def install(self, sequence: NewSequence) -> Int32Array:
         """Put a sequence into its slot; returns the blocks that hold nothing computed yet, shape [k]."""
@@ -125,6 +129,9 @@ class PersistentBatch:
         if sampling.min_tokens:
             ending = self._eos_token_ids.union(sampling.stop_token_ids)
             self.ending_token_ids[slot] = tuple(token for token in ending if 0 <= token < self._vocab_size)
+        self.logit_rules.pop(slot, None)
+        if (rules := LogitRules.of(sampling, sequence.num_prompt_tokens, self._vocab_size)) is not None:
+            self.logit_rules[slot] = rules
         self.cross_block_ids[slot] = sequence.cross_block_ids
         self.encoder_inputs[slot] = sequence.encoder_inputs
         return sequence.block_ids[:, -(-sequence.num_computed_tokens // self.block_size) :].reshape(-1)

@@ -28,7 +28,10 @@ GROUP_SIZE = 256
 
 NON_FINITE = "the model's logits are not finite (overflow, or damaged weights): if it persists, set dtype to float32"
 
-NOTHING_ALLOWED = "its grammar and min_tokens allow no token: relax the grammar, or lower min_tokens"
+NOTHING_ALLOWED = (
+    "its grammar, min_tokens, allowed_token_ids and bad_words leave no token: relax the grammar, lower min_tokens, or "
+    "allow more tokens"
+)
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
@@ -56,26 +59,27 @@ class Sampled:
     failed: dict[int, str] = field(default_factory=dict)
 
 
-def sample(logits: torch.Tensor, rows: SamplingRows, restricted: torch.Tensor | None = None) -> Sampled:
+def sample(logits: torch.Tensor, rows: SamplingRows, wished: torch.Tensor | None = None) -> Sampled:
     """Pick one token per row of `logits` [rows, vocab_size], float32.
 
-    `restricted`: the same with -inf where a token may not be picked. Logprobs are those of `logits`.
+    `wished`: the same as requests want them changed, -inf where a token may not be picked. Logprobs are those of
+    `logits`.
     """
     # One pass: a sum is finite only if every term is.
     finite = torch.isfinite(logits.sum(dim=-1)).cpu().numpy()
     failed = {int(row): NON_FINITE for row in np.flatnonzero(~finite)}
     usable = finite
-    if restricted is None:
+    if wished is None:
         best = logits.argmax(dim=-1)
     else:
-        highest, best = restricted.max(dim=-1)
+        highest, best = wished.max(dim=-1)
         allowed = (highest > float("-inf")).cpu().numpy()
         failed |= {int(row): NOTHING_ALLOWED for row in np.flatnonzero(finite & ~allowed)}
         usable = finite & allowed
     tokens = best.cpu().numpy().astype(np.int32)
     random = np.flatnonzero(usable & (rows.temperature > 0))
     if len(random):
-        tokens[random] = _sample_random(_take(logits if restricted is None else restricted, random), rows, random)
+        tokens[random] = _sample_random(_take(logits if wished is None else wished, random), rows, random)
     tokens[~usable] = -1
     asked = np.flatnonzero(usable & (rows.num_logprobs >= 0))
     logprobs = _logprobs(_take(logits, asked), tokens[asked], rows.num_logprobs[asked]) if len(asked) else []

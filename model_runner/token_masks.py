@@ -19,22 +19,18 @@ def unpacked(masks: UInt32Array, vocab_size: int) -> torch.Tensor:
     return torch.from_numpy(np.unpackbits(octets, axis=1, count=vocab_size, bitorder="little")).view(torch.bool)
 
 
-def restricted(
+def restrict(
     logits: torch.Tensor, masked: Int32Array, masks: UInt32Array | None, forbidden: Mapping[int, Sequence[int]]
-) -> torch.Tensor | None:
-    """A copy of `logits` [sampled, vocab_size] with -inf where a token may not be picked; None: all may.
+) -> None:
+    """Put -inf into `logits` [sampled, vocab_size] where a token may not be picked.
 
     `masked`: the rows that `masks` are for; `forbidden`: row → token ids.
     """
-    if masks is None and not forbidden:
-        return None
-    copy = logits.clone()
     if masks is not None:
         refused = unpacked(masks, logits.shape[1]).logical_not_().to(logits.device)
         for row, tokens in zip(masked.tolist(), refused, strict=True):
-            copy[row].masked_fill_(tokens, float("-inf"))
+            logits[row].masked_fill_(tokens, float("-inf"))
     if forbidden:
         rows = np.repeat(np.fromiter(forbidden, np.int64), [len(ids) for ids in forbidden.values()])
         ids = np.concatenate([np.asarray(ids, np.int64) for ids in forbidden.values()])
-        copy[torch.from_numpy(rows).to(copy.device), torch.from_numpy(ids).to(copy.device)] = float("-inf")
-    return copy
+        logits[torch.from_numpy(rows).to(logits.device), torch.from_numpy(ids).to(logits.device)] = float("-inf")

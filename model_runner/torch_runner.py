@@ -21,10 +21,10 @@ from model_runner.memory import available_memory_bytes, plan_memory
 from model_runner.model_config import ModelConfig, read_model_config
 from model_runner.runner import Capacity, KvHooks
 from model_runner.sampling import SamplingRows, sample
-from model_runner.token_masks import restricted
+from model_runner.token_masks import restrict
 from model_runner.weights import checkpoint_fingerprint, load_tensors
 from rank_scheduler.config import CacheConfig, SchedulerConfig
-from rank_scheduler.plan import StepPlan, StepResult
+from rank_scheduler.plan import Int64Array, StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
 
@@ -210,8 +210,6 @@ class TorchRunner:
             return StepResult(np.full((len(rows.slots), 1), -1, np.int32))
         slots = rows.slots[rows.sampled_rows]
         lengths = rows.positions[rows.sampled_tokens] + 1
-        unfinished = np.flatnonzero(batch.may_not_end(slots, lengths)).tolist()
-        forbidden = {place: batch.ending_token_ids[slots[place]] for place in unfinished}
         sampled = sample(
             logits,
             SamplingRows(
@@ -223,7 +221,7 @@ class TorchRunner:
                 positions=lengths,
                 num_logprobs=batch.num_logprobs[slots],
             ),
-            restricted(logits, plan.masked, plan.masks, forbidden),
+            self._wished(logits, plan, slots, lengths, batch),
         )
         result = StepResult(batch.verify(rows, sampled.tokens))
         firsts = np.searchsorted(rows.sampled_rows, np.arange(len(rows.slots)))
@@ -234,6 +232,26 @@ class TorchRunner:
             for row in np.flatnonzero((counts > 0) & (batch.num_logprobs[rows.slots] >= 0)).tolist():
                 result.logprobs[row] = [sampled.logprobs[int(firsts[row]) + n] for n in range(counts[row])]
         return result
+
+    def _wished(
+        self, logits: torch.Tensor, plan: StepPlan, slots: Int64Array, lengths: Int64Array, batch: PersistentBatch
+    ) -> torch.Tensor | None:
+        """A copy of `logits` as requests want them changed and restricted; None if none does.
+
+        `slots`, `lengths`: of each sampled position, and how many tokens come before it.
+        """
+        unfinished = np.flatnonzero(batch.may_not_end(slots, lengths)).tolist()
+        forbidden = {place: batch.ending_token_ids[slots[place]] for place in unfinished}
+        rules = batch.logit_rules
+        ruled = [place for place, slot in enumerate(slots.tolist()) if slot in rules] if rules else []
+        if plan.masks is None and not forbidden and not ruled:
+            return None
+        wished = logits.clone()
+        for place in ruled:
+            slot = int(slots[place])
+            rules[slot].apply(wished[place], batch.token_ids[slot, : lengths[place]])
+        restrict(wished, plan.masked, plan.masks, forbidden)
+        return wished
 
     def _check_max_model_len(self, config: ModelConfig) -> int:
         if self._max_model_len is None:

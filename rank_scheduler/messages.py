@@ -76,6 +76,18 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     min_tokens: Int63 = 0
     """Until so many are generated, the sampler does not pick end-of-sequence or stop tokens."""
     repetition: Repetition | None = None
+    repetition_penalty: float = 1.0
+    """Divides positive logits of tokens that occur in prompt or output, multiplies negative ones."""
+    frequency_penalty: float = 0.0
+    """Taken from a token's logit for each time that it occurs in the output."""
+    presence_penalty: float = 0.0
+    """Taken once."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, what is added to its logit)."""
+    allowed_token_ids: tuple[int, ...] = ()
+    """Only these are picked; empty: all may be."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Token ids that do not occur in this order."""
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):

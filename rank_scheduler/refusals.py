@@ -80,6 +80,23 @@ def _sampling(submit: Submit, config: SchedulerConfig, setup: SchedulerSetup) ->
         # Runners keep them as float32. Not a number fails every comparison.
         if not 0 <= value <= _MAX_FLOAT32:
             return f"{name} is {value}: it must be from 0 to {_MAX_FLOAT32:.1e}"
+    if not 0 < sampling.repetition_penalty <= _MAX_FLOAT32:
+        return f"repetition_penalty is {sampling.repetition_penalty}: it must be above 0, up to {_MAX_FLOAT32:.1e}"
+    for name in ("frequency_penalty", "presence_penalty"):
+        if not abs(getattr(sampling, name)) <= _MAX_FLOAT32:
+            return f"{name} is {getattr(sampling, name)}: it must be finite"
+    if not all(abs(bias) <= _MAX_FLOAT32 for _, bias in sampling.logit_bias):
+        return "logit_bias has a value that is not finite: leave it out"
+    for name, token_ids in (
+        ("logit_bias", [token for token, _ in sampling.logit_bias]),
+        ("allowed_token_ids", sampling.allowed_token_ids),
+        ("bad_words", [token for word in sampling.bad_words for token in word]),
+    ):
+        for token in token_ids:
+            if not 0 <= token < setup.vocab_size:
+                return f"{name} has token id {token}: the model's vocabulary has {setup.vocab_size}"
+    if not all(sampling.bad_words):
+        return "bad_words has an empty word: leave it out"
     if repetition is not None and repetition.min_pattern_size > repetition.max_pattern_size:
         return (
             f"repetition.min_pattern_size ({repetition.min_pattern_size}) is more than max_pattern_size "
