@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from kv_transfer.config import KVTransferConfig
 from rank_scheduler.config import CacheConfig, SchedulerConfig
 from router.control_messages import PoolRole
+from router.placement_policies import load_policy
 
 logger = logging.getLogger(__name__)
 
@@ -120,6 +121,12 @@ class RouterConfig(_Section):
     api_keys: dict[str, ApiKeyConfig] = Field(
         default={}, description="Keys, by a name for the log, of which clients must send one. Empty: none is asked for."
     )
+
+    @field_validator("placement")
+    @classmethod
+    def _check_placement(cls, placement: str) -> str:
+        load_policy(placement)
+        return placement
 
     @field_validator("ha_proxy", mode="before")
     @classmethod

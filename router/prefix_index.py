@@ -12,14 +12,42 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from rank_scheduler.messages import PrefixEvents, PrefixSnapshot
 from rank_scheduler.prefix_chain import ExtraKeys, chain, pack, unpack
 
+_FEW_RANKS = 16
+"""So many are taken bit by bit out of a number faster than all bits are unpacked."""
+
+
+@dataclass(frozen=True, slots=True)
+class CachedPrefix:
+    """How much of one prompt each rank has."""
+
+    depths: tuple[tuple[int, int], ...] = ()
+    """(set of ranks, as bits of a number by row; how many of its tokens each of them has), no rank twice."""
+
+    def num_tokens(self, row: int) -> int:
+        """That the rank of this row has."""
+        return next((num_tokens for ranks, num_tokens in self.depths if ranks >> row & 1), 0)
+
+    def by_row(self, num_rows: int) -> NDArray[np.float64]:
+        """Of all ranks with a row below `num_rows`, shape [num_rows]."""
+        result = np.zeros(num_rows)
+        for ranks, num_tokens in self.depths:
+            result[_rows_of(ranks)] = num_tokens
+        return result
+
+
+NOTHING_CACHED = CachedPrefix()
+
 
 class PromptPrefix:
-    """A prompt's chain of block hashes, made once and only if somebody asks."""
+    """A prompt's chain of block hashes, made once and only if somebody asks, and where they were last found."""
 
-    __slots__ = ("_chains", "_extra", "_token_ids", "num_tokens")
+    __slots__ = ("_chains", "_extra", "_token_ids", "found", "num_tokens")
 
     def __init__(self, token_ids: bytes, cache_salt: str, *, is_read: bool = True) -> None:
         """`token_ids` as little-endian int32; not `is_read`: nothing counts as cached for it."""
@@ -27,6 +55,8 @@ class PromptPrefix:
         self._token_ids = token_ids if is_read else b""
         self._extra = ExtraKeys(cache_salt) if cache_salt else None
         self._chains: dict[int, tuple[int, ...]] = {}
+        self.found: tuple[PrefixIndex, int, CachedPrefix] | None = None
+        """The index that looked for it, the version that it had then, and what it found."""
 
     def hashes(self, block_size: int) -> tuple[int, ...]:
         """One per full block. Takes about 10 ns per token, or 50 where the C module was not built."""
@@ -39,6 +69,7 @@ class PromptPrefix:
 @dataclass(slots=True)
 class _Rank:
     block_size: int
+    row: int
     bit: int
     """Stands for this rank in sets of ranks."""
     hashes: set[int] = field(default_factory=set)
@@ -52,17 +83,26 @@ class PrefixIndex:
     def __init__(self) -> None:
         self._ranks: dict[str, _Rank] = {}
         self._holders: dict[int, int] = {}
+        self._by_block_size: dict[int, int] = {}
+        """The ranks that have something."""
+        self._version = 0
+        """Grows with every change."""
 
     @property
     def block_sizes(self) -> set[int]:
         """Of ranks that have something."""
-        return {rank.block_size for rank in self._ranks.values() if rank.hashes}
+        return set(self._by_block_size)
 
-    def add(self, name: str, block_size: int) -> None:
-        """A rank that nothing is known of yet; what was known under this name is forgotten."""
+    def add(self, name: str, block_size: int) -> int:
+        """A rank that nothing is known of yet; what was known under this name is forgotten.
+
+        Returns its row: the lowest that no other rank has.
+        """
         self.forget(name)
-        used = {rank.bit for rank in self._ranks.values()}
-        self._ranks[name] = _Rank(block_size, next(bit for bit in _bits() if bit not in used))
+        used = {rank.row for rank in self._ranks.values()}
+        row = next(row for row in range(len(used) + 1) if row not in used)
+        self._ranks[name] = _Rank(block_size, row, 1 << row)
+        return row
 
     def forget(self, name: str) -> None:
         """The rank is gone; ignored if it is not known."""
@@ -98,28 +138,20 @@ class PrefixIndex:
         rank = self._ranks.get(name)
         return 0 if rank is None else len(rank.hashes)
 
-    def num_cached_tokens(self, prompt: PromptPrefix) -> dict[str, int]:
-        """Of each rank that has at least the prompt's first block, how many tokens of it, in whole blocks.
+    def find(self, prompt: PromptPrefix) -> CachedPrefix:
+        """Which rank has how many of the prompt's tokens, in whole blocks from its first on.
 
-        Time goes with the longest hit and the number of ranks.
+        Time goes with the longest hit; asking again while nothing has changed costs none.
         """
-        cached: dict[str, int] = {}
-        for block_size in self.block_sizes:
-            ranks = {name: rank.bit for name, rank in self._ranks.items() if rank.block_size == block_size}
-            ahead = sum(ranks.values())
-            num_blocks = 0
-            for num_blocks, block_hash in enumerate(prompt.hashes(block_size)):
-                holders = ahead & self._holders.get(block_hash, 0)
-                if holders == ahead:
-                    continue
-                if num_blocks:
-                    self._end(cached, ranks, ahead & ~holders, num_blocks * block_size)
-                ahead = holders
-                if not ahead:
-                    break
-            else:
-                self._end(cached, ranks, ahead, len(prompt.hashes(block_size)) * block_size)
-        return {name: count for name, count in cached.items() if count}
+        if prompt.found is None or prompt.found[:2] != (self, self._version):
+            prompt.found = self, self._version, CachedPrefix(tuple(self._depths(prompt)))
+        return prompt.found[2]
+
+    def num_cached_tokens(self, prompt: PromptPrefix) -> dict[str, int]:
+        """As `find`, by name."""
+        cached = self.find(prompt)
+        counts = {name: cached.num_tokens(rank.row) for name, rank in self._ranks.items()}
+        return {name: count for name, count in counts.items() if count}
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless both views agree."""
@@ -128,16 +160,37 @@ class PrefixIndex:
             for block_hash in rank.hashes:
                 holders[block_hash] = holders.get(block_hash, 0) | rank.bit
         assert holders == self._holders, "the sets of hashes by rank and of ranks by hash differ"
+        by_block_size: dict[int, int] = {}
+        for rank in self._ranks.values():
+            if rank.hashes:
+                by_block_size[rank.block_size] = by_block_size.get(rank.block_size, 0) | rank.bit
+        assert by_block_size == self._by_block_size, "the ranks that have something are others"
 
-    @staticmethod
-    def _end(cached: dict[str, int], ranks: dict[str, int], ended: int, num_tokens: int) -> None:
-        cached.update((name, num_tokens) for name, bit in ranks.items() if bit & ended)
+    def _depths(self, prompt: PromptPrefix) -> Iterator[tuple[int, int]]:
+        for block_size, ahead in self._by_block_size.items():
+            hashes = prompt.hashes(block_size)
+            holders_of = self._holders.get
+            num_blocks = 0
+            for num_blocks, block_hash in enumerate(hashes):
+                holders = ahead & holders_of(block_hash, 0)
+                if holders == ahead:
+                    continue
+                if num_blocks:
+                    yield ahead & ~holders, num_blocks * block_size
+                ahead = holders
+                if not ahead:
+                    break
+            if ahead and hashes:
+                yield ahead, len(hashes) * block_size
 
     def _store(self, rank: _Rank, hashes: tuple[int, ...]) -> None:
         rank.hashes.update(hashes)
-        holders = self._holders
+        holders, bit = self._holders, rank.bit
         for block_hash in hashes:
-            holders[block_hash] = holders.get(block_hash, 0) | rank.bit
+            # Most hashes are one rank's alone, and share its number.
+            others = holders.get(block_hash)
+            holders[block_hash] = bit if others is None else others | bit
+        self._changed(rank)
 
     def _drop(self, rank: _Rank, hashes: set[int]) -> None:
         """Of the rank's own; the set may be the rank's itself."""
@@ -152,10 +205,25 @@ class PrefixIndex:
             rank.hashes = set()
         else:
             rank.hashes -= hashes
+        self._changed(rank)
+
+    def _changed(self, rank: _Rank) -> None:
+        self._version += 1
+        ranks = self._by_block_size.get(rank.block_size, 0)
+        ranks = ranks | rank.bit if rank.hashes else ranks & ~rank.bit
+        if ranks:
+            self._by_block_size[rank.block_size] = ranks
+        else:
+            self._by_block_size.pop(rank.block_size, None)
 
 
-def _bits() -> Iterator[int]:
-    bit = 1
-    while True:
-        yield bit
-        bit <<= 1
+def _rows_of(ranks: int) -> NDArray[np.intp] | list[int]:
+    """Of a set of ranks."""
+    if ranks.bit_count() > _FEW_RANKS:
+        as_bytes = np.frombuffer(ranks.to_bytes((ranks.bit_length() + 7) // 8, "little"), np.uint8)
+        return np.flatnonzero(np.unpackbits(as_bytes, bitorder="little"))
+    rows = []
+    while ranks:
+        rows.append(ranks.bit_length() - 1)
+        ranks &= ~(1 << rows[-1])
+    return rows

@@ -33,8 +33,9 @@ from router.control_messages import RankRecord
 from router.errors import ApiError, Cause
 from router.explanation import RankAnswer
 from router.peer import UNDECODABLE, PeerFault
-from router.placement import Candidate, load_contains
+from router.placement import load_contains
 from router.prefix_index import PrefixIndex
+from router.rank_table import RankTable
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +53,8 @@ class _Unseen:
 
 
 class RankLink:
-    """Use from the event loop that owns `connection`. While it is open, `prefixes` has what the rank's cache has.
+    """Use from the event loop that owns `connection`. While it is open, `prefixes` has what the rank's cache has, and
+    `ranks` its figures, in the same row.
 
     `on_idle` is called when the last live sequence has ended, `on_room` when a link that was
     full `has_room` again, as its rank's next frame shows (there is one per second at least).
@@ -64,6 +66,7 @@ class RankLink:
         connection: Connection,
         *,
         prefixes: PrefixIndex,
+        ranks: RankTable,
         silence_timeout_s: float,
         on_idle: Callable[[RankLink], None],
         on_room: Callable[[], None],
@@ -75,6 +78,7 @@ class RankLink:
         self.load = RankLoad(num_free_blocks=record.num_blocks, num_blocks=record.num_blocks)
         self._connection = connection
         self._prefixes = prefixes
+        self._ranks = ranks
         self._silence_timeout_s = silence_timeout_s
         self._on_idle = on_idle
         self._on_room = on_room
@@ -91,7 +95,8 @@ class RankLink:
         self._is_full = False
         self._last_frame_at = self._loop.time()
         self._watch = self._loop.call_later(silence_timeout_s, self._check_silence)
-        prefixes.add(record.boot_id, record.block_size)
+        self.row = prefixes.add(record.boot_id, record.block_size)
+        ranks.add(self.row, record)
         connection.closed.add_done_callback(self._on_closed)
         connection.start(self._on_frame)
         self._connection.send(self._encoder.encode(WatchPrefixes()))
@@ -114,10 +119,6 @@ class RankLink:
         """Whether another request may be submitted now."""
         return self._connection.num_unsent_bytes < MAX_UNSENT_BYTES
 
-    def candidate(self, num_own_tokens: int = 0) -> Candidate:
-        """`num_own_tokens`: what the request to be placed would bring."""
-        return Candidate(self.load, len(self._unseen), self._num_unseen_tokens, num_own_tokens)
-
     def submit(self, prepared: Submit, choice: Choice, num_new_tokens: int) -> int:
         """Send what is prepared, under an id of the link's own, to the rank; returns the id to abort it by.
 
@@ -132,6 +133,7 @@ class RankLink:
             self._forget(request_id)
             choice.lose(self._lost("closed"))
         self._is_full = not self.has_room
+        self._show()
         return request_id
 
     def prefetch(self, prefetch: Prefetch) -> None:
@@ -142,6 +144,7 @@ class RankLink:
         """The request is of no interest any more; its choice hears nothing further. Ignored if it has ended."""
         if self._forget(request_id) is not None:
             self._connection.send(self._encoder.encode(Abort(request_id)))
+            self._show()
             self._tell_if_idle()
 
     async def explain(self, request_id: str, timeout_s: float) -> RankAnswer:
@@ -227,8 +230,9 @@ class RankLink:
                 self._saw(request_id)
         if frame.prefixes is not None:
             self._on_prefixes(frame.prefixes)
-        if self._is_full and self.has_room:
-            self._is_full = False
+        was_full, self._is_full = self._is_full, not self.has_room
+        self._show()
+        if was_full and not self._is_full:
             self._on_room()
         if frame.ends:
             self._tell_if_idle()
@@ -246,6 +250,12 @@ class RankLink:
     def _cut_malformed(self, what: str) -> None:
         self._count(PeerFault.MALFORMED)
         self._connection.abort(f"rank {self.record.rank_id} sent {what}")
+
+    def _show(self) -> None:
+        """What `ranks` is to say of this one, after a change of it."""
+        if self.is_open:
+            self._ranks.update(self.row, self.load, len(self._unseen), self._num_unseen_tokens)
+            self._ranks.set_room(self.row, not self._is_full)
 
     def _saw(self, request_id: int) -> None:
         unseen = self._unseen.pop(request_id, None)
@@ -271,6 +281,7 @@ class RankLink:
     def _on_closed(self, closed: asyncio.Future[str]) -> None:
         self._watch.cancel()
         self._prefixes.forget(self.record.boot_id)
+        self._ranks.forget(self.row)
         live, self._live = self._live, {}
         for answer in self._queries.values():
             if not answer.done():

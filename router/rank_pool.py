@@ -17,9 +17,11 @@ from router.control_messages import RankRecord
 from router.errors import ApiError, Cause
 from router.explanation import RankAnswer
 from router.peer import PeerFault, keep_connected
-from router.placement import Leg, least_loaded, num_uncached_tokens, own_tokens, suitable
-from router.prefix_index import PrefixIndex, PromptPrefix
+from router.placement import Leg, Wanted, num_uncached_tokens
+from router.placement_policies import PlacementPolicy
+from router.prefix_index import NOTHING_CACHED, CachedPrefix, PrefixIndex, PromptPrefix
 from router.rank_link import RankLink
+from router.rank_table import RankTable
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +37,7 @@ class RankPool:
         secret: bytes,
         name: str,
         *,
+        policy: PlacementPolicy,
         wait_timeout_s: float,
         silence_timeout_s: float,
         count: Callable[[PeerFault], None],
@@ -44,6 +47,7 @@ class RankPool:
         self._secret = secret
         self._falls_back = falls_back
         self._name = name
+        self._policy = policy
         self._wait_timeout_s = wait_timeout_s
         self._silence_timeout_s = silence_timeout_s
         self._count = count
@@ -52,8 +56,10 @@ class RankPool:
         self._links: dict[str, RankLink] = {}
         self.prefixes = PrefixIndex()
         """What each connected rank has in its cache."""
+        self.ranks = RankTable()
+        """The figures of each connected rank."""
+        self._links_by_row: dict[int, RankLink] = {}
         self._changed = asyncio.Event()
-        self._turns = dict.fromkeys(Leg, 0)
 
     @property
     def links(self) -> list[RankLink]:
@@ -83,6 +89,8 @@ class RankPool:
         """These ranks are live now: connect to new ones, leave those that are gone when they are idle."""
         self._members = {record.boot_id: record for record in members}
         for boot_id, link in list(self._links.items()):
+            if link.is_open:
+                self.ranks.set_member(link.row, boot_id in self._members)
             if boot_id not in self._members and not link.num_live:
                 link.close("the rank is no longer a member")
         for boot_id, keeper in list(self._keepers.items()):
@@ -97,11 +105,11 @@ class RankPool:
 
     def expects(self, leg: Leg) -> bool:
         """Whether a rank that is made for this leg is connected, or must be waited for."""
-        return not self._falls_back or bool(suitable([link.record.role for link in self.links], leg, falls_back=False))
+        return not self._falls_back or self.ranks.suitable(leg, falls_back=False).size > 0
 
-    def num_cached_tokens(self, prompt: PromptPrefix) -> dict[str, int]:
-        """By boot id, for ranks that have some of it; empty where there is no choice, and so no need to know."""
-        return self.prefixes.num_cached_tokens(prompt) if self._has_choice else {}
+    def _cached(self, prompt: PromptPrefix) -> CachedPrefix:
+        """What ranks have of it; nothing where there is no choice, and so no need to know."""
+        return self.prefixes.find(prompt) if self._has_choice else NOTHING_CACHED
 
     @property
     def hashed_block_sizes(self) -> set[int]:
@@ -114,29 +122,27 @@ class RankPool:
 
     def num_uncached_tokens(self, prompt: PromptPrefix, link: RankLink) -> int:
         """How many of the prompt's tokens this rank would have to compute, or load, as far as is known."""
-        return num_uncached_tokens(prompt.num_tokens, self.num_cached_tokens(prompt).get(link.record.boot_id, 0))
+        return num_uncached_tokens(prompt.num_tokens, self._cached(prompt).num_tokens(link.row))
 
     def find(self, leg: Leg, prompt: PromptPrefix, preferred: RankLink | None = None) -> RankLink | None:
         """The rank for this leg of a request, to be submitted at once; None if no rank can take it now.
 
         Of those that could, it is `preferred`, if that is one: where the request was before, or is expected.
         """
-        links = [link for link in self.links if link.has_room]
-        found = suitable([link.record.role for link in links], leg, falls_back=self._falls_back)
-        if not found:
-            return None
-        links = [links[index] for index in found]
-        if preferred in links:
+        candidates = self.ranks.candidates(leg, falls_back=self._falls_back)
+        if preferred is not None and preferred.is_open and preferred.row in candidates.rows:
             return preferred
-        if len(links) == 1:
-            return links[0]
-        self._turns[leg] += 1
-        cached = self.num_cached_tokens(prompt)
-        candidates = [
-            link.candidate(own_tokens(leg, num_uncached_tokens(prompt.num_tokens, cached.get(link.record.boot_id, 0))))
-            for link in links
-        ]
-        return links[least_loaded(candidates, self._turns[leg])]
+        if not candidates:
+            return None
+        index = self._policy.choose(Wanted(leg, prompt.num_tokens, self._cached(prompt)), candidates)
+        if index is None:
+            return None
+        link = self._links_by_row[int(candidates.rows[index])]
+        if link.is_open:
+            return link
+        # Its end is not known to all yet.
+        self.ranks.set_member(link.row, False)
+        return self.find(leg, prompt)
 
     async def pick(self, leg: Leg, prompt: PromptPrefix, preferred: RankLink | None = None) -> RankLink:
         """As `find`; waits a little while no rank can take it. Raises ApiError if there still is none."""
@@ -156,7 +162,7 @@ class RankPool:
         return link
 
     def _num_suitable(self, leg: Leg) -> int:
-        return len(suitable([link.record.role for link in self.links], leg, falls_back=self._falls_back))
+        return self.ranks.suitable(leg, falls_back=self._falls_back).size
 
     async def explain(self, request_id: str, timeout_s: float) -> list[RankAnswer]:
         """What each connected rank knows of a request, those included that are no members any more."""
@@ -204,17 +210,21 @@ class RankPool:
             record,
             connection,
             prefixes=self.prefixes,
+            ranks=self.ranks,
             silence_timeout_s=self._silence_timeout_s,
             on_idle=self._close_if_no_member,
             on_room=self._wake,
             count=self._count,
         )
-        self._links[record.boot_id] = link
+        self._links[record.boot_id] = self._links_by_row[link.row] = link
+        self.ranks.set_member(link.row, record.boot_id in self._members)
         self._wake()
         try:
             return await asyncio.shield(link.closed)
         finally:
             del self._links[record.boot_id]
+            if self._links_by_row[link.row] is link:
+                del self._links_by_row[link.row]
             self._wake()
 
     def _on_kept(self, boot_id: str, keeper: asyncio.Task[None]) -> None:

@@ -18,6 +18,7 @@ from router.errors import ApiError, Cause
 from router.explanation import RequestExplanation, check_request_id, put_together
 from router.grammar_check import GrammarChecker
 from router.metrics import RankFigures, RouterMetrics
+from router.placement_policies import load_policy
 from router.protocol import ChatCompletionRequest, CompletionRequest
 from router.rank_pool import RankPool
 from router.request_flow import FlowParts, RequestFlow
@@ -53,6 +54,7 @@ class RouterSettings(BaseModel):
         description="Prompts of which so many tokens are missing on decode ranks are computed on a prefill rank. "
         "None: there are no such ranks.",
     )
+    placement: str = Field(default="prefix", description="The policy of placement, see `placement_policies`.")
     pd_fallback: bool = Field(default=True, description="Any rank takes any part of a request, rather than none.")
     max_failovers: int = Field(default=2, ge=0, description="So often a sequence that loses its rank goes to another.")
     default_deadline_s: float | None = Field(
@@ -70,13 +72,14 @@ class RouterSettings(BaseModel):
 class RouterService:
     """Everything behind one router's HTTP surface. Use from one event loop.
 
-    Raises ValueError, with what is missing, if `model_dir` does not hold a tokenizer.
+    Raises ValueError, with what is missing, if `model_dir` does not hold a tokenizer, or there is no such policy.
     """
 
     def __init__(self, settings: RouterSettings) -> None:
         self.settings = settings
         self.tokenizer = ChatTokenizer(settings.model_dir)
         self._grammar_checker = GrammarChecker()
+        self._policy = load_policy(settings.placement)
         self.metrics = RouterMetrics(self._rank_figures, self._queue_counts)
         self.is_shutting_down = False
         self._control: ControlLink | None = None
@@ -106,6 +109,7 @@ class RouterService:
         self._pool = RankPool(
             secret,
             name,
+            policy=self._policy,
             wait_timeout_s=settings.rank_wait_timeout_s,
             silence_timeout_s=settings.rank_silence_timeout_s,
             count=partial(self.metrics.peer_fault, "rank"),

@@ -66,7 +66,8 @@ async def test_what_the_rank_has_not_yet_told_of_counts_without_cached_tokens(tm
         await until(lambda: num_known(cluster, 1) == 6)
         waiting = asyncio.create_task(cluster.complete(PROMPT))
         await until(lambda: len(cluster.ranks[1].submits) == 1)
-        candidates = [link.candidate() for link in cluster.service.pool.links]
+        pool = cluster.service.pool
+        candidates = [pool.ranks.candidate(link.row) for link in pool.links]
         assert [candidate.num_unseen_tokens for candidate in candidates] == [0, len(PROMPT) - NUM_CACHED]
         for rank in cluster.ranks:
             rank.allow(float("inf"))
