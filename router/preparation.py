@@ -42,10 +42,14 @@ class Preparation:
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
         self._policy = policy
+        self._bad_words: tuple[tuple[int, ...], ...] = ()
 
     def check(self) -> None:
         """What can be told without the prompts' tokens."""
-        self._check_vocabulary(self.request.stop_token_ids or (), "stop_token_ids")
+        request = self.request
+        self._check_vocabulary(request.stop_token_ids or (), "stop_token_ids")
+        self._check_vocabulary(request.allowed_token_ids or (), "allowed_token_ids")
+        self._check_vocabulary(tuple(request.logit_bias or ()), "logit_bias")
         self._check_policy()
 
     async def prompts(self) -> list[Prompt]:
@@ -54,6 +58,7 @@ class Preparation:
         for prompt in prompts:
             self._check_vocabulary(prompt.token_ids, "prompt")
         self._check_size(sum(len(prompt.token_ids) for prompt in prompts))
+        self._bad_words = await self._encode_bad_words()
         return prompts
 
     def sampling(self, seed: int, max_tokens: int) -> SamplingParams:
@@ -71,6 +76,12 @@ class Preparation:
             num_logprobs=request.num_logprobs,
             min_tokens=request.min_tokens or 0,
             repetition=request.repetition,
+            repetition_penalty=1.0 if request.repetition_penalty is None else float(request.repetition_penalty),
+            frequency_penalty=float(request.frequency_penalty or 0),
+            presence_penalty=float(request.presence_penalty or 0),
+            logit_bias=tuple((request.logit_bias or {}).items()),
+            allowed_token_ids=tuple(request.allowed_token_ids or ()),
+            bad_words=self._bad_words,
         )
 
     async def _tokenize(self) -> list[list[int]]:
@@ -78,23 +89,43 @@ class Preparation:
         if isinstance(request, ChatCompletionRequest):
             messages = [message.for_template() for message in request.messages]
             text = self._tokenizer.render_chat(
-                messages, add_generation_prompt=request.add_generation_prompt is not False
+                messages,
+                add_generation_prompt=request.add_generation_prompt is not False,
+                continue_final_message=bool(request.continue_final_message),
+                variables=request.chat_template_kwargs,
             )
-            prompts = [await self._encode(text, add_special_tokens=False)]
-        else:
-            prompts = []
-            for prompt in request.prompt:
-                if isinstance(prompt, str):
-                    prompt = await self._encode(prompt, add_special_tokens=True)
-                prompts.append(prompt)
+            return [self._truncated(await self._encode(text, add_special_tokens=bool(request.add_special_tokens)))]
+        prompts = []
+        for prompt in request.prompt:
+            if isinstance(prompt, str):
+                prompt = await self._encode(prompt, add_special_tokens=request.add_special_tokens is not False)
+            prompts.append(self._truncated(prompt))
         return prompts
 
     async def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of `text`. Raises ApiError, without the work, if it is far too long for the model."""
-        at_least = self._tokenizer.min_num_tokens(text)
-        if at_least >= self._max_model_len:
-            raise self._too_long(f"has {len(text)} characters, which make {at_least} tokens or more")
+        if self.request.truncate_prompt_tokens is None:
+            at_least = self._tokenizer.min_num_tokens(text)
+            if at_least >= self._max_model_len:
+                raise self._too_long(f"has {len(text)} characters, which make {at_least} tokens or more")
         return await self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def _truncated(self, token_ids: list[int]) -> list[int]:
+        """The last tokens, as many as are asked for; -1: as leave room for what is to be generated."""
+        most = self.request.truncate_prompt_tokens
+        if most is None:
+            return token_ids
+        if most == -1:
+            most = max(1, self._max_model_len - (self.request.asked_max_tokens or 1))
+        return token_ids[-most:]
+
+    async def _encode_bad_words(self) -> tuple[tuple[int, ...], ...]:
+        """Each as it is, and as it stands behind a space, which other tokens may stand for."""
+        spellings = dict.fromkeys(
+            spelling for word in self.request.bad_words for spelling in (word, f" {word.lstrip()}")
+        )
+        encoded = [await self._tokenizer.encode(spelling, add_special_tokens=False) for spelling in spellings]
+        return tuple(dict.fromkeys(tuple(token_ids) for token_ids in encoded if token_ids))
 
     def _check_size(self, num_prompt_tokens: int) -> None:
         """`num_prompt_tokens`: of all prompts, which each choice has for itself."""

@@ -32,6 +32,11 @@ MAX_NUM_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 1_024
 MAX_NUM_STOP_TOKEN_IDS = 128
 MAX_NUM_LOGPROBS = 20
+MAX_NUM_BIASES = 1_024
+MAX_BIAS = 100
+MAX_NUM_ALLOWED_TOKEN_IDS = 1_024
+MAX_NUM_BAD_WORDS = 128
+MAX_NUM_METADATA = 16
 MAX_CACHE_SALT_CHARACTERS = 256
 DEFAULT_COMPLETION_MAX_TOKENS = 16
 
@@ -39,30 +44,20 @@ _SHOWN_CHARACTERS = 80
 
 # Field → values that mean "not used".
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "add_special_tokens": (),
-    "allowed_token_ids": ([],),
     "audio": (),
-    "bad_words": ([],),
     "best_of": (1,),
     "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
     "documents": ([],),
     "echo": (False,),
-    "frequency_penalty": (0,),
     "function_call": ("none",),
     "functions": ([],),
     "include_stop_str_in_output": (False,),
     "length_penalty": (1,),
-    "logit_bias": ({},),
-    "metadata": ({},),
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
     "prediction": (),
-    "presence_penalty": (0,),
     "prompt_logprobs": (),
     "reasoning_effort": (),
-    "repetition_penalty": (1,),
     "service_tier": ("auto", "default"),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
@@ -70,7 +65,6 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
-    "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
     "verbosity": (),
     "web_search_options": (),
@@ -123,6 +117,24 @@ def _is_token_ids(value: Any) -> bool:
     return isinstance(value, list) and set(map(type, value)) <= {int}
 
 
+def _biases(value: Any) -> Any:
+    """Token id → bias, with the ids as text, which JSON's keys are."""
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise ValueError("must be an object, from token ids to biases")
+    if len(value) > MAX_NUM_BIASES:
+        raise ValueError(f"has {len(value)} tokens, at most {MAX_NUM_BIASES} are allowed")
+    biases = {}
+    for key, bias in value.items():
+        if not (key.isascii() and key.isdecimal() and len(key) <= 10):
+            raise ValueError(f"{key[:_SHOWN_CHARACTERS]!r} is no token id; keys are token ids, such as '42'")
+        if isinstance(bias, bool) or not isinstance(bias, int | float) or not -MAX_BIAS <= bias <= MAX_BIAS:
+            raise ValueError(f"the bias of token {key} must be a number from -{MAX_BIAS} to {MAX_BIAS}")
+        biases[int(key)] = float(bias)
+    return biases
+
+
 class StreamOptions(Strict):
     include_usage: bool = False
     continuous_usage_stats: Literal[False, None] = None
@@ -172,6 +184,21 @@ class GenerateRequest(OutputFormatFields):
     priority: int | None = Field(default=None, ge=-(2**31), le=2**31 - 1)
     cache_salt: str | None = Field(default=None, min_length=1, max_length=MAX_CACHE_SALT_CHARACTERS)
     skip_reading_prefix_cache: bool | None = None
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(default=None, gt=0, le=100)
+    logit_bias: Annotated[dict[int, float] | None, SkipValidation, BeforeValidator(_biases)] = None
+    allowed_token_ids: list[Annotated[int, Field(ge=0)]] | None = Field(
+        default=None, max_length=MAX_NUM_ALLOWED_TOKEN_IDS
+    )
+    bad_words: Annotated[list[_StopString], Field(max_length=MAX_NUM_BAD_WORDS), BeforeValidator(_texts)] = Field(
+        default=[]
+    )
+    truncate_prompt_tokens: int | None = Field(default=None, ge=-1, le=2**31 - 1)
+    add_special_tokens: bool | None = None
+    metadata: dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]] | None = Field(
+        default=None, max_length=MAX_NUM_METADATA
+    )
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
@@ -222,6 +249,11 @@ class GenerateRequest(OutputFormatFields):
         """Raises ApiError where fields contradict each other."""
         if self.stream_options is not None and not self.stream:
             raise invalid("stream_options: allowed only with stream = true", "stream_options")
+        if self.truncate_prompt_tokens == 0:
+            raise invalid(
+                "truncate_prompt_tokens: must be 1 or more, or -1 for as many as the model has room for, got 0",
+                "truncate_prompt_tokens",
+            )
         grammars = self.grammars()
         if len(grammars) > 1:
             first, second = grammars[0][0], grammars[1][0]
@@ -242,6 +274,8 @@ class ChatCompletionRequest(GenerateRequest):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_NUM_LOGPROBS)
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
     @property
     def num_logprobs(self) -> int | None:
@@ -259,6 +293,12 @@ class ChatCompletionRequest(GenerateRequest):
         super().check()
         if self.top_logprobs and not self.logprobs:
             raise invalid(f"top_logprobs: {self.top_logprobs} asks for logprobs = true as well", "top_logprobs")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise invalid(
+                "continue_final_message: true goes on within the last message, add_generation_prompt begins a new "
+                "one; give one of them",
+                "continue_final_message",
+            )
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise invalid(
                 f"max_tokens: {self.max_tokens} contradicts max_completion_tokens {self.max_completion_tokens}; "

@@ -84,8 +84,19 @@ class ChatTokenizer:
         """`text` has at least so many tokens; found without encoding it."""
         return self._lengths.min_num_tokens(text)
 
-    def render_chat(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool) -> str:
-        """Messages as the text that the model was trained on. Raises ApiError if the template refuses them."""
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        *,
+        add_generation_prompt: bool,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Messages as the text that the model was trained on. Raises ApiError if the template refuses them.
+
+        `continue_final_message`: the text ends where the last message's content does, without what closes it.
+        `variables`: for the template, by name.
+        """
         if self._template is None or self._template_source is None:
             raise invalid(
                 "messages: this model has no chat template (chat_template in tokenizer_config.json, or "
@@ -94,14 +105,20 @@ class ChatTokenizer:
             )
         if "developer" not in self._template_source:
             messages = [m | {"role": "system"} if m["role"] == "developer" else m for m in map(dict, messages)]
+        own: dict[str, Any] = {
+            "messages": [dict(message) for message in messages],
+            "add_generation_prompt": add_generation_prompt and not continue_final_message,
+            "tools": None,
+            "documents": None,
+            **self._special_tokens,
+        }
+        for name in variables or ():
+            if name in own:
+                raise invalid(
+                    f"chat_template_kwargs: {name!r} is set by the server; leave it out", "chat_template_kwargs"
+                )
         try:
-            return self._template.render(
-                messages=[dict(message) for message in messages],
-                add_generation_prompt=add_generation_prompt,
-                tools=None,
-                documents=None,
-                **self._special_tokens,
-            )
+            text = self._template.render(**own, **(variables or {}))
         except jinja2.TemplateError as error:
             raise invalid(f"messages: the model's chat template refuses them: {error}", "messages") from None
         except (TypeError, ValueError, KeyError, IndexError, AttributeError, OverflowError) as error:
@@ -110,6 +127,7 @@ class ChatTokenizer:
                 "check roles and their order",
                 "messages",
             ) from None
+        return _cut_behind(text, messages[-1]["content"]) if continue_final_message else text
 
     def close(self) -> None:
         self._worker.shutdown(wait=False, cancel_futures=True)
@@ -129,6 +147,19 @@ class ChatTokenizer:
     def _token_strs(self, token_ids: Sequence[int]) -> list[str]:
         table = self.table
         return [table[token_id].decode(errors="replace") for token_id in token_ids]
+
+
+def _cut_behind(text: str, content: str) -> str:
+    """`text` up to the end of `content`, the last message's; templates may strip it."""
+    wanted = content if content in text else content.strip()
+    begin = text.rfind(wanted)
+    if not wanted or begin < 0:
+        raise invalid(
+            "continue_final_message: the chat template does not show the last message's content as it is; give it a "
+            "content, or leave continue_final_message out",
+            "continue_final_message",
+        )
+    return text[: begin + len(wanted)]
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -102,8 +102,7 @@ CHAT_CASES: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
         "response_format.type",
         ("'text', 'json_object' or 'json_schema'", "'xml'"),
     ),
-    "presence_penalty": ({"presence_penalty": 0.5}, "presence_penalty", ("not supported", "0.5")),
-    "logit_bias": ({"logit_bias": {"5": 1}}, "logit_bias", ("not supported",)),
+    "presence_penalty": ({"presence_penalty": 2.5}, "presence_penalty", ("less than or equal to 2", "2.5")),
 }
 
 
