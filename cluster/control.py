@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -96,6 +97,7 @@ class ControlEndpoint:
             now=self.clock(),
             recovery_s=RECOVERY_S if self.is_restarted else 0.0,
             num_routers=self.num_routers,
+            secret=os.urandom(32),
         )
         self._listener = Listener(self.secret, self._accept)
 
@@ -195,8 +197,8 @@ class ControlEndpoint:
                     self._send(router.connection, ShuttingDown())
             case _ if not router.resumed:
                 raise ProtocolError(f"{type(message).__name__} before Resume")
-            case Ask(key, amounts):
-                self._answer(self.ledger.ask(name, key, amounts, now))
+            case Ask():
+                self._answer(self.ledger.ask(name, message, now))
             case Return(amounts):
                 self._answer(self.ledger.returned(name, amounts, now))
             case Tightened(serial):

@@ -21,6 +21,14 @@ class Amounts(NamedTuple):
         """Whether `other` is no more than this, in both."""
         return other.requests <= self.requests and other.tokens <= self.tokens
 
+    def covers_beside(self, others: Amounts, wanted: Amounts) -> bool:
+        """Whether there is enough for both, in what is wanted of each."""
+        return all(not want or other + want <= have for have, other, want in zip(self, others, wanted, strict=True))
+
+    def at_least(self, other: Amounts) -> Amounts:
+        """The larger of each."""
+        return Amounts(max(self.requests, other.requests), max(self.tokens, other.tokens))
+
 
 NOTHING = Amounts()
 

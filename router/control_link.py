@@ -128,16 +128,19 @@ class ControlLink:
     def new_key(self) -> int:
         return next(self._keys)
 
-    async def acquire(self, key: int, num_requests: int, num_tokens: int) -> None:
+    async def acquire(
+        self, key: int, num_requests: int, num_tokens: int, *, retry_token: str | None = None, alias: str | None = None
+    ) -> None:
         """Count this under `key`. Raises ApiError if a limit refuses it, or nobody answers in time.
 
+        `retry_token`: what an earlier refusal gave, or its `alias`, under which this one's can be found in turn.
         Whatever this raises, the caller still owns `key` and releases it.
         """
         loop, amounts = asyncio.get_running_loop(), Amounts(num_requests, num_tokens)
         if self._lease.take(key, amounts, loop.time()):
             self._changed()
             return
-        pending = self._pending[key] = _Pending(Ask(key, amounts), loop.create_future())
+        pending = self._pending[key] = _Pending(Ask(key, amounts, retry_token or "", alias or ""), loop.create_future())
         self._send(pending.ask)
         try:
             async with asyncio.timeout(self._acquire_timeout_s):
@@ -275,4 +278,4 @@ def _refusal(refused: Refused) -> ApiError:
         message += f"; alone it exceeds the limit, so ask for no more than {refused.limit} {noun} at once"
     else:
         message += f"; try again in {math.ceil(refused.retry_after_s)} s"
-    return ApiError(cause, message, retry_after_s=refused.retry_after_s)
+    return ApiError(cause, message, retry_after_s=refused.retry_after_s, retry_token=refused.token or None)

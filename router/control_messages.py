@@ -42,6 +42,8 @@ class RankRecord(msgspec.Struct, frozen=True):
     """Usable blocks (the null block not counted)."""
     block_size: int
     role: PoolRole = PoolRole.MIXED
+    block_size_bytes: int = 0
+    """What is moved of a block when it is loaded elsewhere; 0: nothing is."""
 
 
 class Register(msgspec.Struct, frozen=True, tag="register"):
@@ -69,6 +71,10 @@ class Ask(msgspec.Struct, frozen=True, tag="ask"):
 
     key: int
     amounts: Amounts
+    token: str = ""
+    """What an earlier refusal gave, or the alias that it was asked under: a retry."""
+    alias: str = ""
+    """Under which a retry may come that does not send the token."""
 
 
 class Return(msgspec.Struct, frozen=True, tag="return"):
@@ -112,6 +118,8 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
     current: int
     requested: int
     retry_after_s: float
+    token: str = ""
+    """For a retry at that time, which goes before others; none if there is no promise that far ahead."""
 
 
 class Tighten(msgspec.Struct, frozen=True, tag="tighten"):

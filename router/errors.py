@@ -69,13 +69,19 @@ class ApiError(Exception):
     """
 
     def __init__(
-        self, cause: Cause, message: str, param: str | None = None, retry_after_s: float | None = None
+        self,
+        cause: Cause,
+        message: str,
+        param: str | None = None,
+        retry_after_s: float | None = None,
+        retry_token: str | None = None,
     ) -> None:
-        super().__init__(cause, message, param, retry_after_s)
+        super().__init__(cause, message, param, retry_after_s, retry_token)
         self.cause = cause
         self.message = message
         self.param = param
         self._retry_after_s = retry_after_s
+        self._retry_token = retry_token
 
     @property
     def status(self) -> int:
@@ -99,14 +105,22 @@ class ApiError(Exception):
         return msgspec.json.encode({"error": error})
 
     def headers(self) -> dict[str, str]:
-        """`Retry-After` in whole seconds, where the same request may succeed later.
+        """`Retry-After` in whole seconds, and exactly as `retry-after-ms`, where the same request may succeed later.
 
         Clients that would try again of their own accord are told where that is of no use.
         """
         if self.cause is Cause.DEADLINE_EXCEEDED:
             return {"x-should-retry": "false"}
         retry_after_s = self.retry_after_s
-        return {} if retry_after_s is None else {"retry-after": str(max(1, math.ceil(retry_after_s)))}
+        if retry_after_s is None:
+            return {}
+        headers = {
+            "retry-after": str(max(1, math.ceil(retry_after_s))),
+            "retry-after-ms": str(max(1, math.ceil(retry_after_s * 1000))),
+        }
+        if self._retry_token is not None:
+            headers["x-serried-retry-token"] = self._retry_token
+        return headers
 
 
 class CountedError(Exception):

@@ -8,22 +8,31 @@ router has already. **Never refused while there is room**: whoever asks for more
 queue is *tight*, which every router has confirmed: then none of them keeps anything idle, and what is not lent is all
 there is. While there is much room the queue is *loose*, and routers are lent more than they ask for.
 
-**A new ledger** knows nothing of what an earlier one has lent. Until all expected routers have resumed, or what others
-had idle is no longer valid (`recovery_s`), it lends nothing, and lets those who ask wait.
+**A refusal is a promise**: it books a slot in time, when the measured drain will have made room for all that were
+refused before and for this one (`router.bookings`). Who comes back on time goes before others, for whom a place that is
+booked is not there. But whoever finds a place free is not refused: they wait, for `PATIENCE_S` at most, until it is
+taken or the booking has lapsed.
+
+**A new ledger** knows nothing of what an earlier one has lent or promised. Until all expected routers have resumed, or
+what others had idle is no longer valid (`recovery_s`), it lends nothing, and lets those who ask wait.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
+from bisect import insort
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from router.amounts import NOTHING, Amounts, Limits
-from router.control_messages import ControlToRouter, Granted, QueueCounts, Refused, Tighten
+from router.bookings import Booking, Bookings, BookingState
+from router.control_messages import Ask, ControlToRouter, Granted, QueueCounts, Refused, Tighten
+from router.drain_rate import DrainRate
 
-MIN_RETRY_AFTER_S = 1.0
+MIN_RETRY_AFTER_S = 0.1
 MAX_RETRY_AFTER_S = 60.0
-DRAIN_WINDOW_S = 10.0
+"""Nothing is promised beyond; clients do not wait for longer either."""
+PATIENCE_S = 0.4
+"""So long somebody waits for a place that is free but booked, or on time for one that is not free yet."""
 TIGHTEN_TIMEOUT_S = 0.5
 """A router that does not confirm for so long is not waited for: it is hung, and what it has is not to be had."""
 # The queue is loosened when so much is not lent, and routers are lent shares of that.
@@ -32,45 +41,6 @@ _SHARE = 1 / 4
 
 To = tuple[str, ControlToRouter]
 """A message, and the router that gets it."""
-
-
-class _DrainRate:
-    """How much left the queue per second, over the last DRAIN_WINDOW_S, in buckets of a tenth of that."""
-
-    def __init__(self) -> None:
-        self._buckets: deque[tuple[int, int]] = deque()
-        self._total = 0
-        self._since: float | None = None
-        """Begin of the measurement: when there was first something to drain."""
-        self._last_drained: float | None = None
-
-    def start(self, now: float) -> None:
-        if self._since is None:
-            self._since = now
-
-    def add(self, amount: int, now: float) -> None:
-        self.start(now)
-        self._last_drained = now
-        bucket = int(now / DRAIN_WINDOW_S * 10)
-        self._total += amount
-        if self._buckets and self._buckets[-1][0] == bucket:
-            amount += self._buckets.pop()[1]
-        self._buckets.append((bucket, amount))
-        self._expire(now)
-
-    def wait_s(self, amount: int, now: float) -> float:
-        """Seconds until `amount` will have left, at the measured rate."""
-        self._expire(now)
-        since = now if self._since is None else self._since
-        if self._total:
-            return amount * min(DRAIN_WINDOW_S, max(now - since, 1.0)) / self._total
-        # Nothing left within the window: expect to wait as long again as it has lasted.
-        return now - (since if self._last_drained is None else self._last_drained)
-
-    def _expire(self, now: float) -> None:
-        oldest = int((now - DRAIN_WINDOW_S) / DRAIN_WINDOW_S * 10)
-        while self._buckets and self._buckets[0][0] < oldest:
-            self._total -= self._buckets.popleft()[1]
 
 
 @dataclass(slots=True)
@@ -84,10 +54,19 @@ class _Router:
 
 
 @dataclass(frozen=True, slots=True)
-class _Ask:
+class _Waiting:
+    """Who asks, and has no answer yet."""
+
     router: str
     key: int
-    amounts: Amounts
+    needed: Amounts
+    """What limits bound of it."""
+    alias: str
+    until: float
+    """So long it waits for what is booked for others, or, on time, for what is booked for itself."""
+    booking: Booking | None
+    is_on_time: bool
+    """Else it has no booking, or is early."""
 
 
 class Ledger:
@@ -102,10 +81,11 @@ class Ledger:
         holder_grace_s: float = 10.0,
         recovery_s: float = 0.0,
         num_routers: int = 0,
+        secret: bytes = b"",
     ) -> None:
         """`recovery_s`: longer than idle amounts of an earlier ledger are valid; less, once `num_routers` have resumed.
 
-        It counts from `now` on.
+        It counts from `now` on. `secret`: what tokens are made of, a new one for each ledger.
         """
         self.limits = Limits(max_num_queued_reqs, max_num_queued_tokens)
         self._holder_grace_s = holder_grace_s
@@ -113,7 +93,12 @@ class Ledger:
         self._recovers_until: float | None = now + recovery_s if recovery_s > 0 else None
         self._routers: dict[str, _Router] = {}
         self._lent = NOTHING
-        self._asks: deque[_Ask] = deque()
+        self._on_time: list[_Waiting] = []
+        """By their slots."""
+        self._others: list[_Waiting] = []
+        """By their arrival."""
+        self._wakes_at: float | None = None
+        self._bookings = Bookings(secret)
         self._is_tight = True
         self._serial = 0
         """Of the latest demand to tighten."""
@@ -123,8 +108,8 @@ class Ledger:
         """When they are not waited for any more."""
         self._num_refused_requests = 0
         self._num_refused_tokens = 0
-        self._request_drain = _DrainRate()
-        self._token_drain = _DrainRate()
+        self._drains = [DrainRate(limit or 0) for limit in self.limits]
+        """Of requests and of tokens."""
         self.num_ignored = 0
         """Messages, or parts of them, that made no sense: unknown, late, doubled or negative."""
 
@@ -132,7 +117,7 @@ class Ledger:
 
     def resume(self, router: str, lent: Amounts, now: float) -> list[To]:
         """`router` has (re)connected and has been lent exactly this, here or by an earlier ledger."""
-        self._asks = deque(ask for ask in self._asks if ask.router != router)
+        self._forget_asks(router)
         self._drop(router)
         if not lent.covers(NOTHING):
             self.num_ignored += 1
@@ -156,7 +141,7 @@ class Ledger:
         if found is None:
             self.num_ignored += 1
             return []
-        self._asks = deque(ask for ask in self._asks if ask.router != router)
+        self._forget_asks(router)
         self._unconfirmed.pop(router, None)
         found.is_connected = False
         if found.lent == NOTHING:
@@ -175,9 +160,7 @@ class Ledger:
     @property
     def wakes_at(self) -> float | None:
         """When somebody who asks has waited long enough: `wake` is to be called then."""
-        if not self._asks:
-            return None
-        return self._recovers_until if self._recovers_until is not None else self._give_up_at
+        return self._wakes_at
 
     def wake(self, now: float) -> list[To]:
         """Decide what can be decided by now."""
@@ -187,15 +170,26 @@ class Ledger:
 
     # ---- what routers say ----
 
-    def ask(self, router: str, key: int, amounts: Amounts, now: float) -> list[To]:
-        """`router` wants to hold this under `key`, all of it or nothing, and has it not idle."""
+    def ask(self, router: str, ask: Ask, now: float) -> list[To]:
+        """`router` wants to hold this, all of it or nothing, and has it not idle."""
         if router not in self._routers:
             self.num_ignored += 1
             return []
+        amounts = ask.amounts
         if not amounts.covers(NOTHING):
             self.num_ignored += 1
             amounts = Amounts(max(0, amounts.requests), max(0, amounts.tokens))
-        self._asks.append(_Ask(router, key, amounts))
+        self._bookings.advance(now)
+        needed, claimant = self.limits.bounded(amounts), (router, ask.key)
+        booking = self._bookings.find(ask.token, claimant) if ask.token else None
+        is_on_time = booking is not None and booking.state is not BookingState.UPCOMING
+        if booking is not None and is_on_time:
+            self._bookings.claim(booking, needed, claimant, now)
+        waiting = _Waiting(router, ask.key, needed, ask.alias, now + PATIENCE_S, booking, is_on_time)
+        if booking is not None and is_on_time:
+            insort(self._on_time, waiting, key=_slot_at)
+        else:
+            self._others.append(waiting)
         return self._decide(now)
 
     def returned(self, router: str, amounts: Amounts, now: float) -> list[To]:
@@ -225,9 +219,9 @@ class Ledger:
             return
         found.taken = taken
         if drained.requests:
-            self._request_drain.add(drained.requests, now)
+            self._drains[0].add(drained.requests, drained.requests, now)
         if drained.tokens:
-            self._token_drain.add(drained.tokens, now)
+            self._drains[1].add(drained.tokens, drained.requests, now)
 
     # ---- figures ----
 
@@ -255,7 +249,8 @@ class Ledger:
             total = total.plus(found.lent)
         assert total == self._lent, f"{self._lent} counted, {total} lent"
         assert self._unconfirmed.keys() <= {name for name, found in self._routers.items() if found.is_connected}
-        assert all(ask.router in self._routers for ask in self._asks)
+        assert all(ask.router in self._routers for ask in self._on_time + self._others)
+        self._bookings.check_integrity()
 
     # ---- inside ----
 
@@ -269,46 +264,101 @@ class Ledger:
             self._lent = self._lent.minus(found.lent)
             self._unconfirmed.pop(router, None)
 
+    def _forget_asks(self, router: str) -> None:
+        self._on_time = [ask for ask in self._on_time if ask.router != router]
+        self._others = [ask for ask in self._others if ask.router != router]
+
     def _decide(self, now: float) -> list[To]:
         """Answer those who ask, as far as that is possible by now."""
         if self._recovers_until is not None:
+            self._wakes_at = self._recovers_until if self._on_time or self._others else None
             return []
+        self._bookings.advance(now)
         messages: list[To] = []
-        waiting: deque[_Ask] = deque()
-        for ask in self._asks:
-            verdict = self._verdict(ask, now)
-            if verdict is None:
-                waiting.append(ask)
-            else:
-                messages.append((ask.router, verdict))
-        self._asks = waiting
-        if waiting and not self._is_tight:
+        # What is not to be had: for those on time, what those before them wait for; for others, what is due as well.
+        taken, self._on_time = self._decide_in_order(self._on_time, NOTHING, messages, now)
+        _, self._others = self._decide_in_order(self._others, taken.plus(self._bookings.due), messages, now)
+        is_waited_for = bool(self._on_time or self._others)
+        if is_waited_for and not self._is_tight:
             self._is_tight = True
             lenders = [name for name, found in self._routers.items() if found.is_connected and found.lent != NOTHING]
             messages += self._tighten(lenders, now)
             if not lenders:
                 messages += self._decide(now)
-        elif not waiting and self._is_tight and self._share() != NOTHING:
+        elif not is_waited_for and self._is_tight and self._share() != NOTHING:
             self._is_tight = False
             self._unconfirmed.clear()
+        self._wakes_at = self._next_decision_at(now)
         return messages
 
-    def _verdict(self, ask: _Ask, now: float) -> Granted | Refused | None:
-        """None: it must wait until all idle amounts are back."""
-        needed = self.limits.bounded(ask.amounts)
+    def _decide_in_order(
+        self, asks: Iterable[_Waiting], booked: Amounts, messages: list[To], now: float
+    ) -> tuple[Amounts, list[_Waiting]]:
+        """Those of `asks` that have to wait, and `booked` with what they need."""
+        waiting = []
+        for ask in asks:
+            verdict = self._verdict(ask, booked, now)
+            if verdict is not None:
+                messages.append((ask.router, verdict))
+            else:
+                waiting.append(ask)
+                if ask.is_on_time:
+                    booked = booked.plus(ask.needed)
+        return booked, waiting
+
+    def _next_decision_at(self, now: float) -> float | None:
+        asks = self._on_time + self._others
+        if not asks:
+            return None
         free = self._free()
+        times = [ask.until for ask in asks if ask.is_on_time or free.covers(ask.needed)]
+        if self._unconfirmed:
+            times.append(self._give_up_at)
+        if self._others and (change_at := self._bookings.next_change_at) is not None:
+            times.append(change_at)
+        return min((at for at in times if at > now), default=None)
+
+    def _verdict(self, ask: _Waiting, booked: Amounts, now: float) -> Granted | Refused | None:
+        """None: it must wait, for what is idle, or for what others have booked, or for its own place."""
+        free, needed = self._free(), ask.needed
+        if ask.booking is not None and not ask.is_on_time:
+            # It was refused as a whole; a part of it is of no use.
+            needed = needed.at_least(ask.booking.amounts)
+        is_patient = now < ask.until
         if free.covers(needed):
-            kept = NOTHING if self._is_tight else self._share(needed)
-            lent = needed.plus(kept)
-            found = self._routers[ask.router]
-            found.lent = found.lent.plus(lent)
-            self._lent = self._lent.plus(lent)
-            self._start_drain(now)
-            return Granted(ask.key, lent, kept)
-        is_alone_too_much = not Amounts(*(limit or 0 for limit in self.limits)).covers(needed)
-        if is_alone_too_much or (self._is_tight and (not self._unconfirmed or now >= self._give_up_at)):
-            return self._refuse(ask, free, now)
-        return None
+            return None if is_patient and not free.covers_beside(booked, needed) else self._grant(ask, now)
+        if not Amounts(*(limit or 0 for limit in self.limits)).covers(needed):
+            return self._refuse(ask, needed, free, NOTHING, now)
+        is_all_back = self._is_tight and (not self._unconfirmed or now >= self._give_up_at)
+        if not is_all_back or (ask.is_on_time and is_patient):
+            return None
+        return self._refuse(ask, needed, free, booked, now)
+
+    def _grant(self, ask: _Waiting, now: float) -> Granted:
+        if ask.booking is not None and not ask.is_on_time:
+            self._bookings.drop(ask.booking)
+        kept = NOTHING if self._is_tight else self._share(ask.needed)
+        lent = ask.needed.plus(kept)
+        found = self._routers[ask.router]
+        found.lent = found.lent.plus(lent)
+        self._lent = self._lent.plus(lent)
+        self._start_drain(now)
+        return Granted(ask.key, lent, kept)
+
+    def _refuse(self, ask: _Waiting, needed: Amounts, free: Amounts, booked: Amounts, now: float) -> Refused:
+        if needed.requests > free.requests:
+            self._num_refused_requests += 1
+            name, which = "max_num_queued_reqs", 0
+        else:
+            self._num_refused_tokens += 1
+            name, which = "max_num_queued_tokens", 1
+        limit = self.limits[which]
+        assert limit is not None
+        if needed[which] > limit:
+            wait_s, token = MAX_RETRY_AFTER_S, ""
+        else:
+            wait_s, token = self._promise(ask, needed, free, booked, now)
+        return Refused(ask.key, name, limit, self._lent[which], needed[which], wait_s, token)
 
     def _free(self) -> Amounts:
         """What is not lent; nothing where it is more than the limits."""
@@ -320,7 +370,7 @@ class Ledger:
 
     def _share(self, needed: Amounts = NOTHING) -> Amounts:
         """What a router may keep idle, after `needed` has been lent; nothing if there is little room."""
-        free = self._free().minus(needed)
+        free = self._free().minus(needed).minus(self._bookings.due)
         shares = []
         for limit, left in zip(self.limits, free, strict=True):
             if limit is None:
@@ -337,21 +387,38 @@ class Ledger:
         self._unconfirmed.update(dict.fromkeys(routers, self._serial))
         return [(router, Tighten(self._serial)) for router in routers]
 
-    def _refuse(self, ask: _Ask, free: Amounts, now: float) -> Refused:
-        needed = self.limits.bounded(ask.amounts)
-        if needed.requests > free.requests:
-            self._num_refused_requests += 1
-            name, which, drain = "max_num_queued_reqs", 0, self._request_drain
+    def _promise(self, ask: _Waiting, needed: Amounts, free: Amounts, booked: Amounts, now: float) -> tuple[float, str]:
+        """Seconds until there is room for it, and its token. `booked`: what those who wait before it need."""
+        bookings, booking = self._bookings, ask.booking
+        if booking is not None and not ask.is_on_time:
+            return booking.slot_at - now, booking.token
+        if booking is None:
+            booked = booked.minus(bookings.due).plus(bookings.outstanding)
         else:
-            self._num_refused_tokens += 1
-            name, which, drain = "max_num_queued_tokens", 1, self._token_drain
-        limit = self.limits[which]
-        assert limit is not None
-        retry_after_s = min(MAX_RETRY_AFTER_S, max(MIN_RETRY_AFTER_S, drain.wait_s(needed[which] - free[which], now)))
-        return Refused(ask.key, name, limit, self._lent[which], needed[which], retry_after_s)
+            needed = needed.plus(booking.amounts)
+            booked = booked.plus(bookings.due).plus(bookings.postponed)
+        missing = booked.plus(needed).minus(free)
+        waits = [
+            drain.wait_s(amount, now)
+            for drain, amount, wanted in zip(self._drains, missing, needed, strict=True)
+            if wanted and amount > 0
+        ]
+        wait_s = max(waits, default=0.0)
+        if wait_s > MAX_RETRY_AFTER_S:
+            if booking is not None:
+                bookings.drop(booking)
+            return MAX_RETRY_AFTER_S, ""
+        wait_s = max(MIN_RETRY_AFTER_S, wait_s)
+        if booking is None:
+            return wait_s, bookings.book(needed, now + wait_s, ask.alias)
+        bookings.postpone(booking, needed, now + wait_s)
+        return wait_s, booking.token
 
     def _start_drain(self, now: float) -> None:
-        if self._lent.requests:
-            self._request_drain.start(now)
-        if self._lent.tokens:
-            self._token_drain.start(now)
+        for drain, lent in zip(self._drains, self._lent, strict=True):
+            if lent:
+                drain.start(now)
+
+
+def _slot_at(ask: _Waiting) -> float:
+    return 0.0 if ask.booking is None else ask.booking.slot_at

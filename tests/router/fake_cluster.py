@@ -320,6 +320,7 @@ class FakeControl:
         self.port = 0
         self._registrations: asyncio.Queue[RankRecord] = asyncio.Queue()
         self._connections: list[Connection] = []
+        self._wake: asyncio.TimerHandle | None = None
         self._listener = Listener(SECRET, self._on_connection)
 
     async def start(self) -> None:
@@ -368,8 +369,8 @@ class FakeControl:
                 self.num_resumes += 1
                 connection.send(msgspec.msgpack.encode(Bounds(self.ledger.limits)))
                 self._answer(self.ledger.resume(name, lent, now))
-            case Ask(key, amounts):
-                self._answer(self.ledger.ask(name, key, amounts, now))
+            case Ask() as ask:
+                self._answer(self.ledger.ask(name, ask, now))
             case Return(amounts):
                 self._answer(self.ledger.returned(name, amounts, now))
             case Tightened(serial):
@@ -382,6 +383,12 @@ class FakeControl:
             for connection in self._connections:
                 if connection.peer is not None and connection.peer.name == name:
                     connection.send(msgspec.msgpack.encode(message))
+        if self._wake is not None:
+            self._wake.cancel()
+            self._wake = None
+        if (at := self.ledger.wakes_at) is not None:
+            loop = asyncio.get_running_loop()
+            self._wake = loop.call_at(at, lambda: self._answer(self.ledger.wake(loop.time())))
 
 
 class _Server(uvicorn.Server):

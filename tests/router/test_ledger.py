@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from router.amounts import NOTHING, Amounts, Limits
-from router.control_messages import Granted, Refused, Tighten
+from router.control_messages import Ask, Granted, Refused, Tighten
 from router.lease import Lease
 from router.ledger import TIGHTEN_TIMEOUT_S, Ledger, To
 from tests.router.ledger_simulation import Simulation
@@ -22,6 +22,10 @@ def ledger_of(*routers: str, requests: int | None = None, tokens: int | None = N
     return ledger
 
 
+def ask(ledger: Ledger, router: str, key: int, amounts: Amounts, now: float, **options: str) -> list[To]:
+    return ledger.ask(router, Ask(key, amounts, **options), now)
+
+
 def only(messages: list[To]) -> Any:
     """The one message."""
     ((_, message),) = messages
@@ -29,7 +33,7 @@ def only(messages: list[To]) -> Any:
 
 
 def fill(ledger: Ledger, router: str, amounts: Amounts, now: float = 0.0) -> None:
-    assert isinstance(only(ledger.ask(router, 1000, amounts, now)), Granted)
+    assert isinstance(only(ask(ledger, router, 1000, amounts, now)), Granted)
 
 
 # ---- the ledger ----
@@ -37,55 +41,55 @@ def fill(ledger: Ledger, router: str, amounts: Amounts, now: float = 0.0) -> Non
 
 def test_the_candidate_counts() -> None:
     ledger = ledger_of("a", requests=2)
-    assert only(ledger.ask("a", 1, Amounts(2, 0), 0.0)) == Granted(1, Amounts(2, 0), NOTHING)
-    refused = only(ledger.ask("a", 2, ONE, 0.0))  # at once: two are too few to be lent ahead
+    assert only(ask(ledger, "a", 1, Amounts(2, 0), 0.0)) == Granted(1, Amounts(2, 0), NOTHING)
+    refused = only(ask(ledger, "a", 2, ONE, 0.0))  # at once: two are too few to be lent ahead
     assert isinstance(refused, Refused)
     assert (refused.key, refused.limit, refused.current, refused.requested) == (2, 2, 2, 1)
     assert ledger.counts().num_refused_requests == 1
 
 
 def test_zero_refuses_everything_and_too_much_is_refused_at_once() -> None:
-    assert isinstance(only(ledger_of("a", requests=0).ask("a", 1, ONE, 0.0)), Refused)
-    assert isinstance(only(ledger_of("a", tokens=0).ask("a", 1, Amounts(0, 1), 0.0)), Refused)
-    refused = only(ledger_of("a", tokens=10).ask("a", 1, Amounts(0, 11), 0.0))
+    assert isinstance(only(ask(ledger_of("a", requests=0), "a", 1, ONE, 0.0)), Refused)
+    assert isinstance(only(ask(ledger_of("a", tokens=0), "a", 1, Amounts(0, 1), 0.0)), Refused)
+    refused = only(ask(ledger_of("a", tokens=10), "a", 1, Amounts(0, 11), 0.0))
     assert (refused.field, refused.limit, refused.current, refused.requested) == ("max_num_queued_tokens", 10, 0, 11)
 
 
 def test_where_nothing_is_bounded_nothing_is_lent() -> None:
     ledger = ledger_of("a")
-    assert only(ledger.ask("a", 1, Amounts(10**9, 10**9), 0.0)) == Granted(1, NOTHING, NOTHING)
+    assert only(ask(ledger, "a", 1, Amounts(10**9, 10**9), 0.0)) == Granted(1, NOTHING, NOTHING)
     assert ledger.lent == NOTHING
 
 
 def test_a_loose_queue_lends_more_than_is_asked_for() -> None:
     ledger = ledger_of("a", "b", requests=100, tokens=1000)
-    granted = only(ledger.ask("a", 1, Amounts(1, 10), 0.0))
+    granted = only(ask(ledger, "a", 1, Amounts(1, 10), 0.0))
     assert granted == Granted(1, Amounts(1 + 12, 10 + 123), Amounts(12, 123))
     assert ledger.lent == granted.lent
 
 
 def test_nobody_is_refused_before_all_idle_amounts_are_back() -> None:
     ledger = ledger_of("a", "b", "c", requests=100)
-    granted = only(ledger.ask("a", 1, ONE, 0.0))
+    granted = only(ask(ledger, "a", 1, ONE, 0.0))
     assert granted.kept.requests > 0
     fill(ledger, "b", Amounts(80, 0))
     left = 100 - ledger.lent.requests
-    tightens = ledger.ask("b", 2, Amounts(left + 1, 0), 0.0)
+    tightens = ask(ledger, "b", 2, Amounts(left + 1, 0), 0.0)
     assert sorted(tightens) == [("a", Tighten(1)), ("b", Tighten(1))]  # the third has nothing
     assert ledger.tightened("b", 1, 0.0) == []
-    assert ledger.ask("c", 3, Amounts(left + granted.kept.requests + 1, 0), 0.0) == []
+    assert ask(ledger, "c", 3, Amounts(left + granted.kept.requests + 1, 0), 0.0) == []
     # What comes back is for the first that it is enough for.
     assert ledger.returned("a", granted.kept, 0.0) == [("b", Granted(2, Amounts(left + 1, 0), NOTHING))]
     assert isinstance(only(ledger.tightened("a", 1, 0.0)), Refused)
     # Now it is known, and nobody needs to be asked again.
-    assert isinstance(only(ledger.ask("a", 4, Amounts(20, 0), 0.0)), Refused)
+    assert isinstance(only(ask(ledger, "a", 4, Amounts(20, 0), 0.0)), Refused)
     ledger.check_integrity()
 
 
 def test_who_does_not_confirm_is_not_waited_for() -> None:
     ledger = ledger_of("a", "b", requests=4)
     fill(ledger, "a", Amounts(4, 0))
-    assert ledger.ask("b", 1, ONE, 1.0) == [("a", Tighten(1))]
+    assert ask(ledger, "b", 1, ONE, 1.0) == [("a", Tighten(1))]
     assert ledger.wakes_at == 1.0 + TIGHTEN_TIMEOUT_S
     assert ledger.wake(1.0 + TIGHTEN_TIMEOUT_S / 2) == []
     assert isinstance(only(ledger.wake(1.0 + TIGHTEN_TIMEOUT_S)), Refused)
@@ -95,12 +99,12 @@ def test_who_does_not_confirm_is_not_waited_for() -> None:
 def test_a_lost_router_is_not_waited_for_and_keeps_its_place_until_the_grace_is_over() -> None:
     ledger = ledger_of("a", "b", requests=40, holder_grace_s=5.0)
     fill(ledger, "a", Amounts(40, 0))
-    assert ledger.ask("b", 1, ONE, 1.0) == [("a", Tighten(1))]
+    assert ask(ledger, "b", 1, ONE, 1.0) == [("a", Tighten(1))]
     assert isinstance(only(ledger.router_lost("a", 1.0)), Refused)
     assert ledger.tick(5.9) == ([], [])
-    assert isinstance(only(ledger.ask("b", 1, ONE, 5.9)), Refused)
+    assert isinstance(only(ask(ledger, "b", 1, ONE, 5.9)), Refused)
     assert ledger.tick(6.0) == (["a"], [])
-    assert isinstance(only(ledger.ask("b", 1, ONE, 6.0)), Granted)
+    assert isinstance(only(ask(ledger, "b", 1, ONE, 6.0)), Granted)
 
 
 def test_a_router_that_resumes_in_time_loses_nothing() -> None:
@@ -115,7 +119,7 @@ def test_a_router_that_resumes_in_time_loses_nothing() -> None:
 def test_a_new_ledger_waits_for_the_routers_it_expects() -> None:
     ledger = Ledger(10, None, now=100.0, recovery_s=6.0, num_routers=2)
     assert ledger.resume("a", Amounts(3, 0), 100.0) == [("a", Tighten(1))]
-    assert ledger.ask("a", 1, ONE, 100.1) == []
+    assert ask(ledger, "a", 1, ONE, 100.1) == []
     assert ledger.wakes_at == 106.0
     messages = ledger.resume("b", Amounts(6, 0), 101.0)
     assert messages == [("b", Tighten(2)), ("a", Granted(1, ONE, NOTHING))]
@@ -125,7 +129,7 @@ def test_a_new_ledger_waits_for_the_routers_it_expects() -> None:
 def test_a_new_ledger_does_not_wait_for_ever() -> None:
     ledger = Ledger(10, None, now=100.0, recovery_s=6.0)
     ledger.resume("a", NOTHING, 100.0)
-    assert ledger.ask("a", 1, ONE, 100.1) == []
+    assert ask(ledger, "a", 1, ONE, 100.1) == []
     assert ledger.wake(105.9) == []
     assert isinstance(only(ledger.wake(106.0)), Granted)
 
@@ -136,42 +140,61 @@ def test_more_than_the_limits_may_have_been_lent_before() -> None:
     ledger.resume("b", Amounts(7, 0), 0.0)
     assert ledger.lent == Amounts(15, 0)
     ledger.tightened("a", 1, 0.0)
-    assert isinstance(only(ledger.ask("a", 1, ONE, 0.0) + ledger.tightened("b", 2, 0.0)), Refused)
+    assert isinstance(only(ask(ledger, "a", 1, ONE, 0.0) + ledger.tightened("b", 2, 0.0)), Refused)
 
 
 def test_a_new_connection_of_a_router_forgets_what_the_old_one_asked() -> None:
     ledger = ledger_of("a", "b", requests=1)
     fill(ledger, "a", ONE)
-    ledger.ask("b", 1, ONE, 0.0)
+    ask(ledger, "b", 1, ONE, 0.0)
     ledger.resume("b", NOTHING, 0.1)
     assert ledger.wakes_at is None
     assert ledger.returned("a", ONE, 0.2) == []
 
 
-def test_retry_after_follows_the_drain_rate() -> None:
-    ledger = ledger_of("a", requests=10)
-    fill(ledger, "a", Amounts(10, 0))
-    for second in range(1, 11):  # one request leaves per second, another takes its place
-        ledger.reported("a", Amounts(10, 0), ONE, float(second))
-    ledger.ask("a", 99, ONE, 10.0)
-    one = only(ledger.tightened("a", 1, 10.0))
-    five = only(ledger.ask("a", 99, Amounts(5, 0), 10.0))
-    assert 1.0 <= one.retry_after_s <= 1.2
-    assert 4.5 <= five.retry_after_s <= 5.5
+def draining(per_s: int, **limits: Any) -> Ledger:
+    """Full, at 10.0; that many requests have left it each second, and others have taken their places."""
+    ledger = ledger_of("a", "b", **limits)
+    fill(ledger, "a", Amounts(*(limits.get(name, 0) for name in ("requests", "tokens"))))
+    for tenth in range(1, 101):
+        ledger.reported("a", NOTHING, Amounts(per_s // 10, 100 * per_s // 10), tenth / 10)
+    ask(ledger, "b", 999, Amounts(10**6, 10**6), 10.0)  # refused at once: more than there is
+    return ledger
+
+
+def test_each_refusal_gets_a_later_slot() -> None:
+    ledger = draining(10, requests=10)
+    ask(ledger, "b", 1, ONE, 10.0)
+    first = only(ledger.tightened("a", 1, 10.0))
+    refusals = [first] + [only(ask(ledger, "b", key, ONE, 10.0)) for key in range(2, 101)]
+    waits = [refused.retry_after_s for refused in refusals]
+    assert waits == sorted(set(waits))
+    assert 0.1 <= waits[0] <= 0.25
+    assert 10.0 <= waits[-1] <= 11.5  # the hundredth, with some caution
+    assert len({refused.token for refused in refusals}) == 100
+
+
+def test_a_slot_of_tokens_is_for_as_many_as_are_asked_for() -> None:
+    ledger = draining(10, tokens=5000)  # 1,000 tokens per second
+    ask(ledger, "b", 1, Amounts(0, 4000), 10.0)
+    refused = only(ledger.tightened("a", 1, 10.0))
+    assert refused.field == "max_num_queued_tokens"
+    assert 4.0 <= refused.retry_after_s <= 5.0
+    assert 5.0 <= only(ask(ledger, "b", 2, Amounts(0, 1000), 10.0)).retry_after_s <= 6.0
 
 
 def test_retry_after_grows_while_nothing_leaves() -> None:
-    ledger = ledger_of("a", requests=1)
-    fill(ledger, "a", ONE)
-    ledger.ask("a", 2, ONE, 0.0)
-    ledger.tightened("a", 1, 0.0)
-    waits = [only(ledger.ask("a", 2, ONE, now)).retry_after_s for now in (0.5, 7.0, 25.0, 500.0)]
+    waits = []
+    for now in (0.5, 7.0, 25.0, 500.0):
+        ledger = ledger_of("a", requests=1)
+        fill(ledger, "a", ONE)
+        waits.append(only(ask(ledger, "a", 2, ONE, now)).retry_after_s)
     assert waits == [1.0, 7.0, 25.0, 60.0]
 
 
 def test_nonsense_is_counted_and_ignored() -> None:
     ledger = ledger_of("a", requests=5, tokens=5)
-    assert ledger.ask("nobody", 1, ONE, 0.0) == []
+    assert ask(ledger, "nobody", 1, ONE, 0.0) == []
     assert ledger.returned("nobody", ONE, 0.0) == []
     assert ledger.returned("a", ONE, 0.0) == []  # it has not been lent
     assert ledger.returned("a", Amounts(-1, 0), 0.0) == []
@@ -179,7 +202,7 @@ def test_nonsense_is_counted_and_ignored() -> None:
     ledger.reported("nobody", ONE, ONE, 0.0)
     ledger.reported("a", ONE, Amounts(0, -1), 0.0)
     assert ledger.router_lost("nobody", 0.0) == []
-    assert only(ledger.ask("a", 1, Amounts(-3, 1), 0.0)).lent.requests >= 0
+    assert only(ask(ledger, "a", 1, Amounts(-3, 1), 0.0)).lent.requests >= 0
     ledger.resume("b", Amounts(-1, 2), 0.0)
     assert ledger.num_ignored == 10
     ledger.check_integrity()
