@@ -80,6 +80,8 @@ class PersistentBatch:
         """Prompt and `min_tokens`: shorter sequences may not end."""
         self.ending_token_ids: list[tuple[int, ...]] = [()] * max_num_seqs
         """End-of-sequence and stop tokens of the slot; empty without `min_tokens`."""
+        self.prompt_logprobs: dict[int, tuple[int, int]] = {}
+        """Slot → (how many most likely tokens, tokens of the prompt), where the prompt's logprobs are asked for."""
         self.logit_rules: dict[int, LogitRules] = {}
         """By slot; of few, as a rule."""
         self.cross_block_ids: list[Int32Array] = [NO_TOKENS] * max_num_seqs
@@ -94,6 +96,7 @@ class PersistentBatch:
         for slot in slots:
             self.num_tokens[slot] = self.num_computed[slot] = self.num_blocks[slot] = 0
             self.logit_rules.pop(slot, None)
+            self.prompt_logprobs.pop(slot, None)
 
     def install(self, sequence: NewSequence) -> Int32Array:
         """Put a sequence into its slot; returns the blocks that hold nothing computed yet, shape [k]."""
@@ -129,6 +132,9 @@ class PersistentBatch:
         if sampling.min_tokens:
             ending = self._eos_token_ids.union(sampling.stop_token_ids)
             self.ending_token_ids[slot] = tuple(token for token in ending if 0 <= token < self._vocab_size)
+        self.prompt_logprobs.pop(slot, None)
+        if sampling.num_prompt_logprobs is not None:
+            self.prompt_logprobs[slot] = (sampling.num_prompt_logprobs, sequence.num_prompt_tokens)
         self.logit_rules.pop(slot, None)
         if (rules := LogitRules.of(sampling, sequence.num_prompt_tokens, self._vocab_size)) is not None:
             self.logit_rules[slot] = rules

@@ -108,14 +108,13 @@ class LlamaModel:
         self,
         token_ids: torch.Tensor,
         positions: torch.Tensor,
-        logit_tokens: torch.Tensor,
         plan: AttentionPlan,
         pool: KvPool,
         kv_hooks: KvHooks | None = None,
     ) -> torch.Tensor:
         """Compute `token_ids` [tokens] at `positions` [tokens], K and V into `pool`.
 
-        Returns float32 logits [rows, vocab_size] of the tokens that `logit_tokens` [rows] indexes.
+        Returns their hidden states [tokens, hidden_size], for `logits`.
         """
         config = self.config
         num_tokens, head_dim, inner = len(token_ids), config.head_dim, config.intermediate_size
@@ -144,8 +143,12 @@ class LlamaModel:
             hidden += layer.out(attended.view(num_tokens, q_size))
             gate_up = layer.gate_up(F.rms_norm(hidden, hidden_shape, layer.post_norm, eps))
             hidden += layer.down(F.silu(gate_up[:, :inner]).mul_(gate_up[:, inner:]))
-        last = F.rms_norm(hidden[logit_tokens], hidden_shape, self._norm, eps)
-        return self._head(last).float()
+        return hidden
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Float32 [rows, vocab_size], of what follows the tokens with the states `hidden` [rows, hidden_size]."""
+        config = self.config
+        return self._head(F.rms_norm(hidden, (config.hidden_size,), self._norm, config.rms_norm_eps)).float()
 
 
 def _rotation_table(config: ModelConfig, max_model_len: int) -> torch.Tensor:

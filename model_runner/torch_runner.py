@@ -19,6 +19,7 @@ from model_runner.kv_pool import KvPool
 from model_runner.llama import LlamaModel, expected_tensors
 from model_runner.memory import available_memory_bytes, plan_memory
 from model_runner.model_config import ModelConfig, read_model_config
+from model_runner.prompt_logprobs import prompt_logprobs
 from model_runner.runner import Capacity, KvHooks
 from model_runner.sampling import SamplingRows, sample
 from model_runner.token_masks import restrict
@@ -162,8 +163,11 @@ class TorchRunner:
             rows = self._batch.rows(plan)
             if not len(rows.slots):
                 return StepResult(np.zeros((0, 1), np.int32))
-            logits = self._forward(rows, self._model, self._pool, self._batch)
-            result = self._sample(logits, plan, rows, self._batch)
+            hidden = self._forward(rows, self._model, self._pool, self._batch)
+            sampled = hidden[torch.from_numpy(rows.sampled_tokens).to(hidden.device)]
+            result = self._sample(self._model.logits(sampled), plan, rows, self._batch)
+            if self._batch.prompt_logprobs:
+                result.prompt_logprobs.update(prompt_logprobs(hidden, rows, self._batch, self._model))
             self._batch.advance(plan, result.tokens)
         return result
 
@@ -198,7 +202,6 @@ class TorchRunner:
         return model.forward(
             torch.from_numpy(rows.token_ids).to(device),
             torch.from_numpy(rows.positions).to(device),
-            torch.from_numpy(rows.sampled_tokens).to(device),
             plan_attention(rows, batch, pool, dtype),
             pool,
             self.kv_hooks,

@@ -73,6 +73,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     ignore_eos: bool = False
     num_logprobs: Int63 | None = None
     """None: no logprobs; 0: the chosen token's only; k: the k most likely as well."""
+    num_prompt_logprobs: Int63 | None = None
+    """Of the prompt's own tokens, all but the first. Its prompt is computed anew for that, cached or not."""
     min_tokens: Int63 = 0
     """Until so many are generated, the sampler does not pick end-of-sequence or stop tokens."""
     repetition: Repetition | None = None
@@ -91,11 +93,21 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Natural-log probabilities of one generated token under the unmodified distribution."""
+    """Natural-log probabilities of one token under the unmodified distribution."""
 
     logprob: float
     top_ids: tuple[int, ...] = ()
     top_logprobs: tuple[float, ...] = ()
+    rank: int = 0
+    """Of a prompt's token: 1 for the most likely one. 0: not asked."""
+
+
+class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Of consecutive tokens of a prompt. After a preemption some come again, with the same values."""
+
+    first: Int63
+    """Index in the prompt of the first one; at least 1."""
+    tokens: list[TokenLogprobs]
 
 
 class FinishReason(StrEnum):
@@ -298,6 +310,8 @@ class StepFrame(msgspec.Struct, frozen=True, tag="step", omit_defaults=True):
     `num_tokens` in it says of how many tokens. Each one of a request tells of more than the one before, or of other
     blocks.
     """
+    prompt_logprobs: dict[int, PromptLogprobs] = {}
+    """Request → those of the tokens behind the positions that this step computed, for requests that asked."""
     kv_transfer: KvTransferLoad | None = None
     """None: nothing new, or no connector."""
     prefixes: PrefixEvents | None = None

@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from rank_scheduler.messages import EncoderInput, SamplingParams, TokenLogprobs
+from rank_scheduler.messages import EncoderInput, PromptLogprobs, SamplingParams, TokenLogprobs
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
@@ -116,6 +116,8 @@ class StepResult(msgspec.Struct, frozen=True, eq=False):
     """Sampled tokens per row, shape [rows, 1 + most drafts of a row], filled from the left, -1 where there is none."""
     logprobs: dict[int, list[TokenLogprobs]] = {}
     """Row → logprobs of its tokens, for rows that sampled and whose request asked."""
+    prompt_logprobs: dict[int, PromptLogprobs] = {}
+    """Row → those of the prompt's tokens behind the positions that it computed, for rows whose request asked."""
     failed: dict[int, str] = {}
     """Row → why no token could be taken from it (for example: logits are not finite). Ends that request only."""
     pooled: dict[int, bytes] = {}

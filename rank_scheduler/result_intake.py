@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kv_transfer.params import KvParams
-from rank_scheduler.messages import FinishReason, TokenLogprobs
+from rank_scheduler.messages import FinishReason, PromptLogprobs, TokenLogprobs
 from rank_scheduler.ngram import NgramIndex
 from rank_scheduler.plan import BoolArray, Int32Array, StepPlan, StepResult
 from rank_scheduler.rank_state import Flight, RankState
@@ -30,6 +30,7 @@ class OwnerTokens:
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     first_token_ids: list[int] = field(default_factory=list)
     tickets: dict[int, KvParams] = field(default_factory=dict)
+    prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)
     shares_ids: bool = False
     """`ids` is the list that all steady steps of a batch use: `own_ids` copies it before the first change."""
 
@@ -81,6 +82,10 @@ class ResultIntake:
         live = batch.epoch[slots] == flight.epochs
         everybody = bool(live.all())
         self._settle(slots, live, everybody, flight)
+        for row, prompt_logprobs in result.prompt_logprobs.items():
+            if live[row]:
+                owner, wire_id = batch.at(int(slots[row])).key
+                self._tokens.setdefault(owner, OwnerTokens()).prompt_logprobs[wire_id] = prompt_logprobs
         sampled = flight.samples & live
         failed = result.failed
         if failed or state.config.runner_type == "pooling":

@@ -444,5 +444,6 @@ class Scheduler:
                     turns,
                     tokens.first_token_ids,
                     tickets=tokens.tickets,
+                    prompt_logprobs=tokens.prompt_logprobs,
                 )
         return result

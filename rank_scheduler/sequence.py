@@ -182,7 +182,7 @@ class Sequence:
         self.sampling = submit.sampling
         self.max_tokens = submit.sampling.max_tokens
         """Of the present turn."""
-        self.reads_prefix_cache = submit.reads_prefix_cache
+        self.reads_prefix_cache = submit.reads_prefix_cache and submit.sampling.num_prompt_logprobs is None
         self.encoder_inputs = submit.encoder_inputs
         self.is_session = submit.is_session
         self.extensions: list[Extend] = []

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import defaultdict, deque
 
 import numpy as np
+import pytest
 
 from model_runner.runner import ModelRunner
 from rank_scheduler.config import SchedulerConfig
 from rank_scheduler.interface import SchedulerSetup
-from rank_scheduler.messages import End, Explanation, SamplingParams, StepFrame, Submit
+from rank_scheduler.messages import End, Explanation, SamplingParams, StepFrame, Submit, TokenLogprobs
 from rank_scheduler.plan import StepPlan, StepResult
 from rank_scheduler.scheduler import Scheduler
 
@@ -46,6 +47,8 @@ class Engine:
         self.now = 0.0
         self.tokens: dict[int, list[int]] = defaultdict(list)
         self.ends: dict[int, End] = {}
+        self.prompt_logprobs: dict[int, dict[int, TokenLogprobs]] = defaultdict(dict)
+        """Of each request, by the token's index in the prompt."""
         self.turn_ends: dict[int, list[End]] = defaultdict(list)
         self.plans: list[StepPlan] = []
         self.in_flight: deque[StepPlan] = deque()
@@ -93,6 +96,11 @@ class Engine:
             for request_id, token in zip(frame.ids, frame.tokens, strict=True):
                 assert request_id not in self.ends, f"token for {request_id} after its end"
                 self.tokens[request_id].append(token)
+            for request_id, part in frame.prompt_logprobs.items():
+                assert request_id not in self.ends, f"prompt logprobs for {request_id} after its end"
+                for index, logprobs in enumerate(part.tokens, part.first):
+                    known = self.prompt_logprobs[request_id].setdefault(index, logprobs)
+                    assert known.logprob == pytest.approx(logprobs.logprob, abs=1e-4), f"other values for {request_id}"
             for end in frame.turn_ends:
                 self.turn_ends[end.id].append(end)
             for end in frame.ends:
