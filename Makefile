@@ -7,7 +7,7 @@ BIN := .venv/bin
 
 .PHONY: serve test soak check clean
 # Sources of the extension modules; they are built at every install, and when they have changed since.
-EXTENSION_SOURCES := $(wildcard rank_scheduler/*.c) build_extensions.py
+EXTENSION_SOURCES := $(wildcard kv_transfer/*.c rank_scheduler/*.c) build_extensions.py
 
 # Ctrl-C reaches make as well: it waits for the server's orderly end.
 serve: .venv/.serve-installed .venv/.extensions-built
@@ -28,7 +28,7 @@ check: .venv/.dev-installed
 
 clean:
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
-	rm -f rank_scheduler/*.so
+	rm -f kv_transfer/*.so rank_scheduler/*.so
 
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("serried needs Python 3.11 or newer, and \

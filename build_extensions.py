@@ -18,7 +18,7 @@ import sysconfig
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
-SOURCES = ("rank_scheduler/_block_pool.c", "rank_scheduler/_prefix_hash.c")
+SOURCES = ("kv_transfer/_block_moves.c", "rank_scheduler/_block_pool.c", "rank_scheduler/_prefix_hash.c")
 _FLAGS = ("-O3", "-std=c11", "-fPIC", "-shared", "-Wall", "-Wextra", "-Wno-missing-field-initializers")
 
 

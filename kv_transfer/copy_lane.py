@@ -2,9 +2,7 @@
 
 A pull of a part or less is copied by its caller, and has ended when the call returns: a thread would take about as
 long to begin and to tell the end, and with a busy interpreter far longer. Others are copied by one thread, one at a
-time, in parts of about PART_BYTES, and may be stopped between two of them. Small runs of blocks are gathered and
-scattered by numpy, a part per call: it lets go of the interpreter once per part, not once per block, which with a busy
-interpreter costs 5 ms each time.
+time, in parts of PART_BYTES, and may be stopped between two of them.
 """
 
 from __future__ import annotations
@@ -15,38 +13,33 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-
-from kv_transfer.block_runs import check_block_ids, check_pairs, find_runs
+from kv_transfer import block_moves
+from kv_transfer.block_moves import Pool
+from kv_transfer.block_runs import check_block_ids, check_pairs
 from kv_transfer.memory import KvMemory
 from kv_transfer.pulls import Pull, Pulls, join
 from kv_transfer.transport import BlockIds, Endpoint, FailureReason, OnEnd, Peer, TransferEnd, TransportStats
 
 _log = logging.getLogger(__name__)
 
-Blocks = npt.NDArray[np.uint8]
-
 PART_BYTES = 1 << 20
-# From this mean length on, a run is copied by a call of its own, without the detour over a gathered copy.
-LONG_RUN_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
 class _Job:
     pull: Pull
-    source: Blocks
+    source: Pool
     source_blocks: BlockIds
-    target: Blocks
+    target: Pool
     target_blocks: BlockIds
 
 
 class CopyPeer:
     """A peer whose pool lies in this process's memory; `blocks` is None once either end has closed it."""
 
-    def __init__(self, endpoint: Endpoint, blocks: Blocks, pulls: Pulls) -> None:
+    def __init__(self, endpoint: Endpoint, blocks: Pool, pulls: Pulls) -> None:
         self.endpoint = endpoint
-        self.blocks: Blocks | None = blocks
+        self.blocks: Pool | None = blocks
         self._pulls = pulls
 
     def close(self) -> None:
@@ -66,7 +59,7 @@ class CopyLane:
         self._thread: threading.Thread | None = None
         self._is_closed = False
 
-    def make_peer(self, endpoint: Endpoint, blocks: Blocks) -> CopyPeer:
+    def make_peer(self, endpoint: Endpoint, blocks: Pool) -> CopyPeer:
         return CopyPeer(endpoint, blocks, self._pulls)
 
     def pull(
@@ -143,33 +136,10 @@ def _copy(job: _Job) -> TransferEnd:
     return TransferEnd()
 
 
-def copy_blocks(source: Blocks, source_blocks: BlockIds, target: Blocks, target_blocks: BlockIds) -> Iterator[None]:
+def copy_blocks(source: Pool, source_blocks: BlockIds, target: Pool, target_blocks: BlockIds) -> Iterator[None]:
     """Copy pair by pair; yields after each part."""
-    block_size_bytes = source.shape[1]
-    if block_size_bytes >= LONG_RUN_BYTES:
-        # (Looking for neighbours would take as long as it could spare.)
-        num_bytes = 0
-        for source_block, target_block in zip(source_blocks.tolist(), target_blocks.tolist(), strict=True):
-            target[target_block] = source[source_block]
-            num_bytes += block_size_bytes
-            if num_bytes >= PART_BYTES:
-                num_bytes = 0
-                yield
-        return
-    firsts, lengths = find_runs(source_blocks, target_blocks)
-    if not len(firsts):
-        return
-    num_blocks_per_part = PART_BYTES // block_size_bytes
-    if len(source_blocks) * block_size_bytes < LONG_RUN_BYTES * len(firsts):
-        for first in range(0, len(source_blocks), num_blocks_per_part):
-            part = slice(first, first + num_blocks_per_part)
-            target[target_blocks[part]] = source[source_blocks[part]]
-            yield
-        return
-    runs = zip(source_blocks[firsts].tolist(), target_blocks[firsts].tolist(), lengths.tolist(), strict=True)
-    for source_first, target_first, length in runs:
-        for offset in range(0, length, num_blocks_per_part):
-            num_blocks = min(num_blocks_per_part, length - offset)
-            start, end = source_first + offset, target_first + offset
-            target[end : end + num_blocks] = source[start : start + num_blocks]
-            yield
+    num_blocks_per_part = max(PART_BYTES // source.shape[1], 1)
+    for first in range(0, len(source_blocks), num_blocks_per_part):
+        part = slice(first, first + num_blocks_per_part)
+        block_moves.copy(source, source_blocks[part], target, target_blocks[part])
+        yield

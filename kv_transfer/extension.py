@@ -13,7 +13,7 @@ from types import ModuleType
 
 OFF_VARIABLE = "SERRIED_NO_EXTENSIONS"
 """Environment variable: set to 1, extensions are left alone."""
-NAMES = ("rank_scheduler._block_pool", "rank_scheduler._prefix_hash")
+NAMES = ("kv_transfer._block_moves", "rank_scheduler._block_pool", "rank_scheduler._prefix_hash")
 
 
 class ExtensionMissingError(Exception):

@@ -19,7 +19,8 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 
-from kv_transfer.copy_lane import Blocks, CopyLane
+from kv_transfer.block_moves import Pool
+from kv_transfer.copy_lane import CopyLane
 from kv_transfer.host import host_id
 from kv_transfer.memory import KvMemory
 from kv_transfer.socket_server import PROTOCOL_VERSION, SocketServer, Welcome, decode_address, enter
@@ -139,7 +140,7 @@ class ShmTransport:
         self._lane.close(deadline)
 
 
-def _map(descriptor: int, welcome: Welcome) -> Blocks:
+def _map(descriptor: int, welcome: Welcome) -> Pool:
     """A read-only view of the peer's pool. Raises TransferError if reading it could ever fail."""
     try:
         if not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:

@@ -1,10 +1,12 @@
 """The client's connections to a peer for one kind of request: a queue, and the threads that work it off.
 
 Each connection belongs to one thread, which receives the answer to one request at a time, straight into the pool; both
-end when they have been idle. A request that is stopped has its socket shut: its thread comes back from the call it is
+end when they have been idle. On an idle connection the request is sent by whoever has it: the peer works on it while
+the thread wakes up. A request that is stopped has its socket shut: its thread comes back from the call it is
 in, and after that nothing can write into the blocks any more, whatever the peer still sends. That is the fence.
 
-Shared state: the queue and the threads' numbers, under the lock of the `Connections`.
+Shared state: the queue, which threads are idle, and what they are given, under the lock of the `Connections`. Nobody
+but its thread touches a connection that is not idle, except to shut it.
 """
 
 from __future__ import annotations
@@ -19,13 +21,14 @@ from dataclasses import dataclass
 
 import msgspec
 
+from kv_transfer import block_moves
 from kv_transfer.memory import KvMemory
 from kv_transfer.pulls import Pull, Pulls
 from kv_transfer.socket_server import PROTOCOL_VERSION, Welcome, enter, shut
-from kv_transfer.tcp_requests import ROLE, Request, TcpAddress, receive_grant, receive_status
-from kv_transfer.tcp_stream import configure, receive_views, view_batches
+from kv_transfer.tcp_requests import GRANT, ROLE, STATUS, TcpAddress, receive_refusal
+from kv_transfer.tcp_stream import configure, receive_data
 from kv_transfer.transport import BlockIds, Endpoint, FailureReason, TransferEnd, TransferError
-from kv_transfer.wire import WireError, frame
+from kv_transfer.wire import WireError
 
 _log = logging.getLogger(__name__)
 
@@ -40,10 +43,11 @@ class Job:
     """A request, and where the blocks go that answer it."""
 
     pull: Pull
-    request: Request
+    request: bytes
+    """As it is sent."""
     local_blocks: BlockIds
     on_grant: Callable[[int], None] | None = None
-    """Given with a `PushRequest`."""
+    """Given with a `PushRequest`: its answer begins with a grant."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +76,33 @@ class Dialer:
             raise TransferError(FailureReason.NO_ROUTE, f"{where}: {error}") from None
         expected = Welcome(PROTOCOL_VERSION, self.address.instance, self.endpoint.num_blocks, self.block_size_bytes)
         enter(sock, self.secret, ROLE, expected, deadline)
+        # From here on the keeper of the pulls sees to their deadlines: it shuts the socket.
+        sock.settimeout(None)
+
+
+class _Line:
+    """A connection, or a thread that would open one."""
+
+    def __init__(self, lock: threading.Lock, sock: socket.socket | None = None) -> None:
+        self.sock = sock
+        self.job: Job | None = None
+        """Given to it while it was idle."""
+        self.unsent: bytes | None = None
+        """Of the job's request, if whoever gave it has begun it."""
+        self.has_changed = threading.Condition(lock)
+
+    def give(self, job: Job) -> None:
+        """By anybody who holds the lock, while it is idle. Never blocks."""
+        self.job = job
+        sock = self.sock
+        if sock is not None and not _is_ended(sock) and job.pull.begin(lambda: shut(sock)):
+            self.unsent = _send_at_once(sock, job.request)
+        self.has_changed.notify()
+
+    def close(self) -> None:
+        if self.sock is not None:
+            self.sock.close()
+            self.sock = None
 
 
 class Connections:
@@ -92,33 +123,37 @@ class Connections:
         self._start_thread = start_thread
         self._most = most
         self._most_idle = most_idle
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self._jobs: deque[Job] = deque()
+        """Empty while anybody is idle."""
+        self._idle: list[_Line] = []
+        """Those that are open last."""
         self._num_threads = 0
-        self._num_idle = 0
         self._is_closed = False
 
     def add(self, sock: socket.socket) -> None:
         """A first connection, open already; the caller's still if this raises."""
-        with self._changed:
+        with self._lock:
             self._num_threads += 1
-        self._start_thread(lambda: self._work(sock))
+        self._start_thread(lambda: self._work(_Line(self._lock, sock)))
 
     def submit(self, job: Job) -> None:
-        with self._changed:
+        with self._lock:
             if self._is_closed:
                 self._pulls.stop(job.pull, FailureReason.PEER_LOST, "the peer was closed")
                 return
+            if self._idle:
+                self._idle.pop().give(job)
+                return
             self._jobs.append(job)
-            if self._num_idle >= len(self._jobs) or self._num_threads == self._most:
-                self._changed.notify()
+            if self._num_threads == self._most:
                 return
             self._num_threads += 1
         try:
-            self._start_thread(lambda: self._work(None))
+            self._start_thread(lambda: self._work(_Line(self._lock)))
         except RuntimeError as error:
             # No more threads for this process: the job is left to the others, if there are any.
-            with self._changed:
+            with self._lock:
                 self._num_threads -= 1
                 if not self._num_threads:
                     self._jobs.clear()
@@ -126,56 +161,64 @@ class Connections:
 
     def close(self) -> None:
         """Begin no request any more. Those under way are the caller's to stop."""
-        with self._changed:
+        with self._lock:
             self._is_closed = True
             self._jobs.clear()
-            self._changed.notify_all()
+            for line in self._idle:
+                line.has_changed.notify()
 
     # ---- a connection's thread ----
 
-    def _work(self, sock: socket.socket | None) -> None:
+    def _work(self, line: _Line) -> None:
         try:
-            while (job := self._next_job()) is not None:
-                if sock is not None and _is_ended(sock):
-                    sock.close()
-                    sock = None
-                sock = self._attend(sock, job)
+            while (job := self._next_job(line)) is not None:
+                self._attend(line, job)
                 # While the thread waits, it must not keep what the job's callbacks refer to.
                 del job
         finally:
-            if sock is not None:
-                sock.close()
+            line.close()
 
-    def _next_job(self) -> Job | None:
+    def _next_job(self, line: _Line) -> Job | None:
         """None: this thread is to end."""
-        with self._changed:
-            if not self._jobs and not self._is_closed and self._num_idle < self._most_idle:
-                self._num_idle += 1
-                self._changed.wait_for(lambda: self._jobs or self._is_closed, CLIENT_IDLE_S)
-                self._num_idle -= 1
+        with self._lock:
+            if not self._jobs and not self._is_closed and len(self._idle) < self._most_idle:
+                self._idle.insert(len(self._idle) if line.sock is not None else 0, line)
+                line.has_changed.wait_for(lambda: line.job is not None or self._is_closed, CLIENT_IDLE_S)
+                if line.job is None:
+                    self._idle.remove(line)
+            if line.job is not None:
+                job, line.job = line.job, None
+                return job
             if self._jobs:
                 return self._jobs.popleft()
             self._num_threads -= 1
             return None
 
-    def _attend(self, sock: socket.socket | None, job: Job) -> socket.socket | None:
-        """Work on one request, on a connection if there is one; returns it, or a new one, if it is good for another."""
-        is_open = sock is not None
-        try:
-            sock = sock or self._dialer.make_socket()
-        except OSError as error:
-            self._pulls.stop(job.pull, FailureReason.BACKEND, str(error))
-            return None
-        if self._receive(sock, is_open, job):
-            return sock
-        sock.close()
-        return None
+    def _attend(self, line: _Line, job: Job) -> None:
+        """Work on one request, on the line's connection, or on a new one if it has none."""
+        unsent, line.unsent = line.unsent, None
+        is_open = True
+        if unsent is None:
+            if line.sock is not None and _is_ended(line.sock):
+                line.close()
+            is_open = line.sock is not None
+            try:
+                sock = line.sock = line.sock or self._dialer.make_socket()
+            except OSError as error:
+                self._pulls.stop(job.pull, FailureReason.BACKEND, str(error))
+                return
+            if not job.pull.begin(lambda: shut(sock)):
+                if not is_open:
+                    line.close()
+                return
+            unsent = job.request
+        assert line.sock is not None
+        if not self._receive(line.sock, is_open, unsent, job):
+            line.close()
 
-    def _receive(self, sock: socket.socket, is_open: bool, job: Job) -> bool:
-        """True if the socket is connected and in step."""
+    def _receive(self, sock: socket.socket, is_open: bool, unsent: bytes, job: Job) -> bool:
+        """True if the socket is connected and in step afterwards."""
         pull = job.pull
-        if not pull.begin(lambda: shut(sock)):
-            return is_open
         is_in_step = False
         try:
             if not is_open:
@@ -183,19 +226,9 @@ class Connections:
                 # A socket that is not connected yet cannot be shut: whoever tried has left the reason.
                 if pull.failure is not None:
                     raise ConnectionAbortedError("stopped")
-            # From here on the pull's keeper sees to its deadline: it shuts the socket.
-            sock.settimeout(None)
-            sock.sendall(frame(msgspec.msgpack.encode(job.request)))
-            # Made while the server makes its own.
-            batches = view_batches(self._memory, job.local_blocks)
-            views = next(batches, [])
-            end = receive_status(sock)
-            if end.reason is None:
-                if job.on_grant is not None:
-                    job.on_grant(receive_grant(sock))
-                receive_views(sock, views)
-                for views in batches:
-                    receive_views(sock, views)
+            if unsent:
+                sock.sendall(unsent)
+            end = self._receive_answer(sock, job)
             is_in_step = True
         except TransferError as error:
             end = TransferEnd(error.reason, error.message)
@@ -214,14 +247,34 @@ class Connections:
         # Asked to stop when all had arrived: the socket has been shut.
         return is_in_step and told == end
 
+    def _receive_answer(self, sock: socket.socket, job: Job) -> TransferEnd:
+        if job.on_grant is None:
+            status = bytearray(STATUS.size)
+            block_moves.receive(sock, status, self._memory.blocks, job.local_blocks)
+            return receive_refusal(sock, status) or TransferEnd()
+        refusal = receive_refusal(sock, receive_data(sock, STATUS.size))
+        if refusal is not None:
+            return refusal
+        job.on_grant(*GRANT.unpack(receive_data(sock, GRANT.size)))
+        block_moves.receive(sock, bytearray(), self._memory.blocks, job.local_blocks)
+        return TransferEnd()
+
 
 def _is_ended(sock: socket.socket) -> bool:
     """Whether the server has closed an idle connection (or said something out of turn)."""
-    sock.setblocking(False)
     try:
-        sock.recv(1, socket.MSG_PEEK)
+        sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
     except BlockingIOError:
         return False
     except OSError:
         pass
     return True
+
+
+def _send_at_once(sock: socket.socket, data: bytes) -> bytes:
+    """What the kernel does not take at once."""
+    try:
+        return data[sock.send(data, socket.MSG_DONTWAIT) :]
+    except OSError:
+        # If it is not only full, whoever sends the rest will find out.
+        return data

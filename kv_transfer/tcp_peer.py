@@ -11,7 +11,7 @@ from collections.abc import Callable
 from kv_transfer.memory import KvMemory
 from kv_transfer.pulls import Pull, Pulls
 from kv_transfer.tcp_connections import Connections, Dialer, Job
-from kv_transfer.tcp_requests import PullRequest, PushRequest, TcpAddress
+from kv_transfer.tcp_requests import PullRequest, PushRequest, TcpAddress, encode_request
 from kv_transfer.transport import BlockIds, Endpoint, FailureReason
 
 MAX_CONNECTIONS_PER_PEER = 2
@@ -57,11 +57,11 @@ class TcpPeer:
 
     def pull(self, pull: Pull, remote_blocks: BlockIds, local_blocks: BlockIds) -> None:
         request = PullRequest(remote_blocks.astype("<i4").tobytes(), pull.timeout_s)
-        self._pulls.submit(Job(pull, request, local_blocks))
+        self._pulls.submit(Job(pull, encode_request(request), local_blocks))
 
     def receive(self, pull: Pull, local_blocks: BlockIds, on_grant: Callable[[int], None]) -> None:
         request = PushRequest(len(local_blocks), pull.timeout_s)
-        self._receives.submit(Job(pull, request, local_blocks, on_grant))
+        self._receives.submit(Job(pull, encode_request(request), local_blocks, on_grant))
 
     def close(self) -> None:
         self._pulls.close()

@@ -21,11 +21,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from kv_transfer import block_moves
 from kv_transfer.block_runs import check_block_ids
 from kv_transfer.memory import KvMemory
 from kv_transfer.socket_server import shut
 from kv_transfer.tcp_requests import GRANT, STATUS, send_refusal
-from kv_transfer.tcp_stream import send_views, view_batches
+from kv_transfer.tcp_stream import send_data
 from kv_transfer.transport import BlockIds
 
 _GRANT_BITS = 63
@@ -88,14 +89,13 @@ class Outboxes:
             send_refusal(sock, str(error), deadline)
             return
         try:
-            send_views(sock, [memoryview(STATUS.pack(0) + GRANT.pack(grant))], deadline)
+            send_data(sock, STATUS.pack(0) + GRANT.pack(grant), deadline)
             poller = select.poll()
             poller.register(sock, select.POLLIN)
             poller.register(outbox.event, select.POLLIN)
             while num_blocks:
                 blocks = self._take(outbox, poller, deadline)
-                for views in view_batches(self._memory, blocks):
-                    send_views(sock, views, deadline)
+                block_moves.send(sock, b"", self._memory.blocks, blocks, deadline)
                 num_blocks -= len(blocks)
         finally:
             with self._lock:

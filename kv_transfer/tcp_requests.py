@@ -16,9 +16,9 @@ import struct
 
 import msgspec
 
-from kv_transfer.tcp_stream import receive_views, send_views
+from kv_transfer.tcp_stream import receive_data, send_data
 from kv_transfer.transport import FailureReason, TransferEnd
-from kv_transfer.wire import WireError
+from kv_transfer.wire import WireError, frame
 
 ROLE = "kv-tcp"
 
@@ -43,6 +43,12 @@ class PushRequest(msgspec.Struct, frozen=True, tag="push"):
 
 Request = PullRequest | PushRequest
 
+
+def encode_request(request: Request) -> bytes:
+    """As it is sent."""
+    return frame(msgspec.msgpack.encode(request))
+
+
 # Padded, so that blocks lie in the kernel's buffers as they lie in the pools: copies between places that are not
 # aligned to each other took twice the time (8 MB in 180 KiB blocks over loopback, AMD EPYC).
 STATUS = struct.Struct("<I60x")
@@ -51,29 +57,16 @@ MAX_REFUSAL_BYTES = 4096
 
 
 def send_refusal(sock: socket.socket, text: str, deadline: float) -> None:
-    """As `send_views`."""
+    """As `send_data`."""
     refusal = text.encode()[:MAX_REFUSAL_BYTES]
-    send_views(sock, [memoryview(STATUS.pack(len(refusal)) + refusal)], deadline)
+    send_data(sock, STATUS.pack(len(refusal)) + refusal, deadline)
 
 
-def receive_status(sock: socket.socket) -> TransferEnd:
-    """What the server says before it sends blocks. Raises ConnectionError or WireError."""
-    num_bytes = _receive_number(sock, STATUS)
+def receive_refusal(sock: socket.socket, status: bytearray) -> TransferEnd | None:
+    """What a status announces, if that is not what was asked for. Raises OSError or WireError."""
+    (num_bytes,) = STATUS.unpack(status)
     if not num_bytes:
-        return TransferEnd()
+        return None
     if num_bytes > MAX_REFUSAL_BYTES:
         raise WireError(f"peer announced a refusal of {num_bytes} bytes, the limit is {MAX_REFUSAL_BYTES}")
-    refusal = bytearray(num_bytes)
-    receive_views(sock, [memoryview(refusal)])
-    return TransferEnd(FailureReason.BACKEND, refusal.decode(errors="replace"))
-
-
-def receive_grant(sock: socket.socket) -> int:
-    """Raises ConnectionError."""
-    return _receive_number(sock, GRANT)
-
-
-def _receive_number(sock: socket.socket, form: struct.Struct) -> int:
-    data = bytearray(form.size)
-    receive_views(sock, [memoryview(data)])
-    return int(form.unpack(data)[0])
+    return TransferEnd(FailureReason.BACKEND, receive_data(sock, num_bytes).decode(errors="replace"))

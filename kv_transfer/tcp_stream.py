@@ -1,8 +1,4 @@
-"""Blocks as a byte stream over TCP: scatter-gather on a blocking socket, straight from and into the pools.
-
-The server sends the blocks in the order in which they were asked for. Each end finds runs of neighbours among its own
-block ids, so neither knows how the other's lie.
-"""
+"""TCP sockets that block: their options, timeouts of the kernel's, and short messages beside the blocks."""
 
 from __future__ import annotations
 
@@ -10,15 +6,9 @@ import contextlib
 import socket
 import struct
 import time
-from collections.abc import Iterator
 
-from kv_transfer.block_runs import find_runs
-from kv_transfer.memory import KvMemory
 from kv_transfer.socket_server import MAX_WAIT_S
-from kv_transfer.transport import BlockIds
 
-# What the kernel takes in one call (IOV_MAX) is 1024; the reply's status comes before the first.
-MAX_IOVECS = 1023
 # A peer that has vanished is noticed after about this long, whether we wait for it or send to it.
 _DEAD_AFTER_S = 10
 _KEEPALIVE_INTERVAL_S, _NUM_KEEPALIVES = 3, 3
@@ -33,33 +23,25 @@ def configure(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _NUM_KEEPALIVES)
 
 
-def view_batches(memory: KvMemory, blocks: BlockIds) -> Iterator[list[memoryview]]:
-    """The blocks' bytes, in order, a view for each run of neighbours, as many at a time as one call takes."""
-    firsts, lengths = find_runs(blocks)
-    view = memoryview(memory.buffer)
-    starts = blocks[firsts].astype("int64") * memory.block_size_bytes
-    ends = starts + lengths * memory.block_size_bytes
-    for first in range(0, len(firsts), MAX_IOVECS):
-        part = slice(first, first + MAX_IOVECS)
-        yield [view[start:end] for start, end in zip(starts[part].tolist(), ends[part].tolist(), strict=True)]
-
-
-def send_views(sock: socket.socket, views: list[memoryview], deadline: float) -> None:
-    """On a socket that blocks. Raises TimeoutError at `deadline` (monotonic), OSError if the peer has gone."""
-    while views:
-        # The kernel's own timeout: one call moves a whole batch, however often it must wait.
+def send_data(sock: socket.socket, data: bytes, deadline: float) -> None:
+    """Raises TimeoutError at `deadline` (monotonic), OSError if the peer has gone."""
+    view = memoryview(data)
+    while view:
         set_timeout(sock, socket.SO_SNDTIMEO, deadline - time.monotonic())
         with contextlib.suppress(BlockingIOError):
-            views = _rest(views, sock.sendmsg(views))
+            view = view[sock.send(view) :]
 
 
-def receive_views(sock: socket.socket, views: list[memoryview]) -> None:
-    """Fill them, on a socket that blocks and that somebody shuts in time. Raises ConnectionError when it has ended."""
-    while views:
-        num_bytes = sock.recvmsg_into(views, 0, socket.MSG_WAITALL)[0]
-        if not num_bytes:
+def receive_data(sock: socket.socket, num_bytes: int) -> bytearray:
+    """From a socket that somebody shuts in time. Raises OSError when it has ended."""
+    data = bytearray(num_bytes)
+    view = memoryview(data)
+    while view:
+        num_received = sock.recv_into(view, len(view), socket.MSG_WAITALL)
+        if not num_received:
             raise ConnectionResetError("the peer closed the connection")
-        views = _rest(views, num_bytes)
+        view = view[num_received:]
+    return data
 
 
 def set_timeout(sock: socket.socket, option: int, seconds: float) -> None:
@@ -69,12 +51,3 @@ def set_timeout(sock: socket.socket, option: int, seconds: float) -> None:
     whole, rest = divmod(min(seconds, MAX_WAIT_S), 1)
     # Zero would mean no timeout.
     sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", int(whole), max(int(rest * 1e6), 1)))
-
-
-def _rest(views: list[memoryview], num_bytes: int) -> list[memoryview]:
-    """What is behind the first `num_bytes`."""
-    for index, view in enumerate(views):
-        if num_bytes < len(view):
-            return [view[num_bytes:], *views[index + 1 :]]
-        num_bytes -= len(view)
-    return []

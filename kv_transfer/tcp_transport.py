@@ -17,6 +17,7 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 
+from kv_transfer import block_moves
 from kv_transfer.block_runs import check_block_ids, check_pairs
 from kv_transfer.memory import KvMemory
 from kv_transfer.pulls import Pulls, join
@@ -30,7 +31,7 @@ from kv_transfer.tcp_connections import SERVER_IDLE_S, Connections
 from kv_transfer.tcp_peer import TcpPeer
 from kv_transfer.tcp_pushes import Outboxes
 from kv_transfer.tcp_requests import ROLE, STATUS, PullRequest, PushRequest, Request, TcpAddress, send_refusal
-from kv_transfer.tcp_stream import configure, send_views, set_timeout, view_batches
+from kv_transfer.tcp_stream import configure, set_timeout
 from kv_transfer.transport import (
     BlockIds,
     Endpoint,
@@ -124,10 +125,7 @@ class TcpTransport:
         except ValueError as error:
             send_refusal(sock, str(error), deadline)
             return
-        batches = view_batches(self._memory, blocks)
-        send_views(sock, [memoryview(STATUS.pack(0)), *next(batches, [])], deadline)
-        for views in batches:
-            send_views(sock, views, deadline)
+        block_moves.send(sock, STATUS.pack(0), self._memory.blocks, blocks, deadline)
 
     def connect(self, endpoint: Endpoint, timeout_s: float) -> Peer:
         assert self._memory is not None, "start() comes first"

@@ -319,7 +319,7 @@ def test_a_cycle_through_the_events_is_collected():
 
 
 def package_of(path: Path, name: str) -> Path:
-    """A package with the sources of both extensions, to be built there."""
+    """A package with the sources of all extensions, to be built there."""
     package = path / name
     package.mkdir()
     (package / "__init__.py").touch()
@@ -365,7 +365,9 @@ def test_the_variable_turns_extensions_off(monkeypatch):
     monkeypatch.setenv(extension.OFF_VARIABLE, "1")
     assert extension.why_missing() == dict.fromkeys(extension.NAMES, f"{extension.OFF_VARIABLE} is set")
     program = (
+        "from kv_transfer import block_moves; "
         "from rank_scheduler import block_pool, prefix_hash; "
+        "assert block_moves.send is block_moves.send_in_python; "
         "assert block_pool.make_block_pool is block_pool.BlockPool; "
         "assert prefix_hash.hash_run is prefix_hash.hash_run_in_python"
     )
@@ -390,7 +392,7 @@ def test_a_compiler_that_fails_leaves_what_was_there(tmp_path, monkeypatch):
     monkeypatch.setenv("CC", "false")
     with pytest.raises(build_extensions.BuildError, match="failed"):
         build_extensions.build(Path("failing/_block_pool.c"), root=tmp_path)
-    assert sorted(path.suffix for path in package.iterdir()) == [".c", ".c", ".py"]
+    assert sorted(path.suffix for path in package.iterdir()) == [".c"] * len(build_extensions.SOURCES) + [".py"]
 
 
 def test_sanitizers_find_nothing(tmp_path):
@@ -407,10 +409,12 @@ def test_sanitizers_find_nothing(tmp_path):
     package = package_of(tmp_path, "sanitized")
     build_or_skip(package, ("-g", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"))
     program = (
+        "from tests.kv_transfer.test_block_moves import in_c, run_moves\n"
         "from tests.rank_scheduler.test_extensions import run_hashes, run_twins\n"
-        "from sanitized import _block_pool, _prefix_hash\n"
+        "from sanitized import _block_moves, _block_pool, _prefix_hash\n"
         "run_twins(_block_pool.BlockPool, 9, 1500)\n"
         "run_hashes(_prefix_hash, 9, 150)\n"
+        "run_moves(in_c(_block_moves), 9, 30)\n"
         "print('clean')\n"
     )
     environment = {
