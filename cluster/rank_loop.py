@@ -80,6 +80,14 @@ class Aborted:
 
 
 @dataclass(frozen=True, slots=True)
+class HandedOff:
+    """Another rank goes on with it."""
+
+    owner: int
+    id: int
+
+
+@dataclass(frozen=True, slots=True)
 class OwnerLost:
     """A router's connection closed: nobody waits for its requests any more."""
 
@@ -129,6 +137,13 @@ class IntegrityCheck:
 
 
 @dataclass(frozen=True, slots=True)
+class IdlenessAsked:
+    """The loop resolves `done`: whether no request lives here, and no block is kept for anybody; so after its end."""
+
+    done: Future[bool]
+
+
+@dataclass(frozen=True, slots=True)
 class StatsDue:
     """Replace `RankLoop.stats`."""
 
@@ -138,6 +153,7 @@ Event = (
     | Extended
     | Announced
     | Aborted
+    | HandedOff
     | OwnerLost
     | Asked
     | PrefixesAsked
@@ -147,6 +163,7 @@ Event = (
     | SendFinished
     | PauseRequested
     | IntegrityCheck
+    | IdlenessAsked
     | StatsDue
     | StepEnded
 )
@@ -345,6 +362,10 @@ class RankLoop:
                 scheduler.abort(owner, request_id, now)
                 if self._grammar_compiler is not None:
                     self._grammar_compiler.cancel(owner, request_id)
+            case HandedOff(owner, request_id):
+                scheduler.hand_off(owner, request_id, now)
+                if self._grammar_compiler is not None:
+                    self._grammar_compiler.cancel(owner, request_id)
             case OwnerLost(owner):
                 scheduler.drop_owner(owner, now)
                 self._prefixes.drop(owner)
@@ -375,6 +396,10 @@ class RankLoop:
                     done.set_result(None)
                 except AssertionError as error:
                     done.set_exception(error)
+            case IdlenessAsked(done):
+                load = scheduler.load()
+                is_idle = not (load.num_running or load.num_waiting or load.num_deferred)
+                done.set_result(is_idle and load.num_free_blocks == load.num_blocks)
             case StatsDue():
                 self.stats = scheduler.take_stats()
 
@@ -387,6 +412,8 @@ class RankLoop:
                 event = self._inbox.get_nowait()
                 if isinstance(event, IntegrityCheck | PauseRequested):
                     event.done.set_exception(self._end_error())
+                elif isinstance(event, IdlenessAsked):
+                    event.done.set_result(True)
 
     def _end_error(self) -> RuntimeError:
         return RuntimeError(f"the step loop ended: {self.crash or 'it was stopped'}")

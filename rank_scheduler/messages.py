@@ -115,7 +115,7 @@ class FinishReason(StrEnum):
     LENGTH = "length"
     REPETITION = "repetition"
     HANDOFF = "handoff"
-    """Its prompt is computed and its first token sampled, as it was asked to; another rank goes on."""
+    """Another rank goes on: its prompt is computed and its first token sampled, or its router wants it moved."""
     ABORT = "abort"
     ERROR = "error"
 
@@ -180,6 +180,26 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
     """Router → rank: the client is gone. Answered by an `End` with reason ABORT if the request still lives."""
 
     id: Int63
+
+
+class HandOff(msgspec.Struct, frozen=True, tag="hand_off"):
+    """Router → rank: another rank goes on with this one. Answered by an `End` with reason HANDOFF, if it still lives.
+
+    That names its KV, if there is a connector through which others can fetch it.
+    """
+
+    id: Int63
+
+
+class LeavingHeard(msgspec.Struct, frozen=True, tag="leaving_heard"):
+    """Router → rank: after `Leaving`; no `Submit` follows on this connection."""
+
+
+class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
+    """Rank → router: send no new work. Answered by `LeavingHeard`. A later one replaces it."""
+
+    moves_in_s: Annotated[float, msgspec.Meta(ge=0, le=1e6)]
+    """What still runs here then is to go on elsewhere, wherever there is a rank for it."""
 
 
 class Explain(msgspec.Struct, frozen=True, tag="explain"):
@@ -357,5 +377,5 @@ class Explained(msgspec.Struct, frozen=True, tag="explained"):
     """One per sequence of the request on this rank, in order of arrival; empty if none is remembered."""
 
 
-RouterToRank = Submit | Extend | Prefetch | Abort | Explain | WatchPrefixes
-RankToRouter = StepFrame | Explained | PrefixSnapshot
+RouterToRank = Submit | Extend | Prefetch | Abort | HandOff | LeavingHeard | Explain | WatchPrefixes
+RankToRouter = StepFrame | Explained | PrefixSnapshot | Leaving

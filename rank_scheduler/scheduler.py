@@ -126,14 +126,14 @@ class Scheduler:
 
     def abort(self, owner: int, request_id: int, now: float) -> None:
         """End a request whose client is gone; unknown and finished ones are ignored."""
-        sequence = self._state.sequences.get((owner, request_id))
-        if sequence is None:
-            self.num_ignored_messages += 1
-            return
-        self._is_stuck = False
-        key = (owner, request_id)
-        self._compile_actions = [action for action in self._compile_actions if (action.owner, action.id) != key]
-        self._state.finish(sequence, FinishReason.ABORT, now)
+        self._end(owner, request_id, FinishReason.ABORT, now)
+
+    def hand_off(self, owner: int, request_id: int, now: float) -> None:
+        """End a request with which another rank goes on; unknown and finished ones are ignored.
+
+        Tokens of steps in flight are lost with it: the other computes them again.
+        """
+        self._end(owner, request_id, FinishReason.HANDOFF, now)
 
     def drop_owner(self, owner: int, now: float) -> None:
         """End everything of an owner that is gone; nobody is left to be told."""
@@ -367,6 +367,16 @@ class Scheduler:
         self._state.check_integrity()
 
     # ---- inside ----
+
+    def _end(self, owner: int, request_id: int, reason: FinishReason, now: float) -> None:
+        sequence = self._state.sequences.get((owner, request_id))
+        if sequence is None:
+            self.num_ignored_messages += 1
+            return
+        self._is_stuck = False
+        key = (owner, request_id)
+        self._compile_actions = [action for action in self._compile_actions if (action.owner, action.id) != key]
+        self._state.finish(sequence, reason, now)
 
     def _begin(self, now: float) -> StepDraft:
         state, config = self._state, self.config

@@ -43,6 +43,7 @@ class Choice:
         "_min_tokens",
         "_num_taken_tokens",
         "_on_handoff",
+        "_on_leave",
         "_on_lost",
         "_on_prefill_done",
         "_on_ticket",
@@ -75,6 +76,7 @@ class Choice:
         on_handoff: Callable[[Choice, End], None],
         on_lost: Callable[[Choice, ApiError], None],
         on_ticket: Callable[[Choice, KvParams], None],
+        on_leave: Callable[[Choice], None],
     ) -> None:
         self.index = index
         self.end: End | None = None
@@ -95,6 +97,7 @@ class Choice:
         self._on_handoff = on_handoff
         self._on_lost = on_lost
         self._on_ticket = on_ticket
+        self._on_leave = on_leave
         self._stream_interval = stream_interval
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
@@ -128,6 +131,10 @@ class Choice:
         """Where KV of its prompt can be fetched by now, though its rank still computes it."""
         self._on_ticket(self, ticket)
 
+    def leave(self) -> None:
+        """Its rank would rather have another go on with it. Said again from time to time, as long as it is there."""
+        self._on_leave(self)
+
     def prefill_done(self) -> None:
         if not self.is_prefilled:
             self.is_prefilled = True
@@ -136,7 +143,8 @@ class Choice:
     def finish(self, end: End, rank_id: str) -> None:
         """The rank's last word."""
         if end.reason is FinishReason.HANDOFF:
-            self.num_cached_tokens = end.num_cached_tokens
+            if not self._was_handed_off:
+                self.num_cached_tokens = end.num_cached_tokens
             self._was_handed_off = True
             self._on_handoff(self, end)
         elif end.reason is FinishReason.ERROR and end.is_request_fault:

@@ -88,9 +88,12 @@ class RankFigures:
 
 
 class FailoverOutcome(StrEnum):
-    """What became of a sequence that lost its rank."""
+    """What became of a sequence that lost its rank, or whose rank leaves."""
 
     MOVED = "moved"
+    LEFT = "left"
+    """Its rank leaves, and another has computed its tokens anew."""
+    LEFT_WITH_KV = "left_with_kv"
     NO_RANK = "no_rank"
     GIVEN_UP = "given_up"
 
@@ -162,7 +165,8 @@ class RouterMetrics:
         )
         self._failovers = Counter(
             "serried_failovers",
-            "Sequences that lost their rank: moved to another, given up (max_failovers), or no_rank could take them.",
+            "Sequences that lost their rank: moved to another, given up (max_failovers), or no_rank could take them; "
+            "and those that others took from a rank that left, with its KV or without.",
             ["outcome"],
             registry=self.registry,
         )

@@ -18,7 +18,10 @@ from rank_scheduler.messages import (
     Abort,
     Explain,
     Explained,
+    HandOff,
     KvTransferLoad,
+    Leaving,
+    LeavingHeard,
     Prefetch,
     PrefixEvents,
     PrefixSnapshot,
@@ -42,6 +45,8 @@ logger = logging.getLogger(__name__)
 
 # A rank that is this far behind with reading gets no more for now: half of what would cut its connection.
 MAX_UNSENT_BYTES = MAX_SEND_BUFFER_BYTES // 2
+# A rank that leaves keeps what nobody else can take; so often it is looked whether somebody can by now.
+MOVE_INTERVAL_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +62,8 @@ class RankLink:
     `ranks` its figures, in the same row.
 
     `on_idle` is called when the last live sequence has ended, `on_room` when a link that was
-    full `has_room` again, as its rank's next frame shows (there is one per second at least).
+    full `has_room` again, as its rank's next frame shows (there is one per second at least), `on_leave` when the rank
+    has said that it leaves.
     """
 
     def __init__(
@@ -70,6 +76,7 @@ class RankLink:
         silence_timeout_s: float,
         on_idle: Callable[[RankLink], None],
         on_room: Callable[[], None],
+        on_leave: Callable[[], None],
         count: Callable[[PeerFault], None],
     ) -> None:
         self.record = record
@@ -82,6 +89,7 @@ class RankLink:
         self._silence_timeout_s = silence_timeout_s
         self._on_idle = on_idle
         self._on_room = on_room
+        self._on_leave = on_leave
         self._count = count
         self._loop = asyncio.get_running_loop()
         self._encoder = msgspec.msgpack.Encoder()
@@ -93,6 +101,8 @@ class RankLink:
         self._unseen: dict[int, _Unseen] = {}
         self._num_unseen_tokens = 0
         self._is_full = False
+        self._moves: asyncio.TimerHandle | None = None
+        """Of a rank that leaves: when others are to go on with what runs there."""
         self._last_frame_at = self._loop.time()
         self._watch = self._loop.call_later(silence_timeout_s, self._check_silence)
         self.row = prefixes.add(record.boot_id, record.block_size)
@@ -118,6 +128,11 @@ class RankLink:
     def has_room(self) -> bool:
         """Whether another request may be submitted now."""
         return self._connection.num_unsent_bytes < MAX_UNSENT_BYTES
+
+    @property
+    def is_leaving(self) -> bool:
+        """The rank wants no new work: nothing more is to be submitted."""
+        return self._moves is not None
 
     def submit(self, prepared: Submit, choice: Choice, num_new_tokens: int) -> int:
         """Send what is prepared, under an id of the link's own, to the rank; returns the id to abort it by.
@@ -146,6 +161,10 @@ class RankLink:
             self._connection.send(self._encoder.encode(Abort(request_id)))
             self._show()
             self._tell_if_idle()
+
+    def hand_off(self, request_id: int) -> None:
+        """Another rank is to go on: unless the request ends by itself, its choice hears of a hand-off."""
+        self._connection.send(self._encoder.encode(HandOff(request_id)))
 
     async def explain(self, request_id: str, timeout_s: float) -> RankAnswer:
         """What the rank knows of a request, by its public id; nothing if it does not say so in time, or is lost.
@@ -188,6 +207,9 @@ class RankLink:
         elif isinstance(frame, PrefixSnapshot):
             self._last_frame_at = self._loop.time()
             self._on_prefixes(frame)
+        elif isinstance(frame, Leaving):
+            self._last_frame_at = self._loop.time()
+            self._leave(frame.moves_in_s)
         elif len(frame.ids) == len(frame.tokens):
             self._last_frame_at = self._loop.time()
             self._on_step(frame)
@@ -247,6 +269,21 @@ class RankLink:
         except ValueError as error:
             self._cut_malformed(f"what are no prefixes: {error}")
 
+    def _leave(self, moves_in_s: float) -> None:
+        if self._moves is None:
+            logger.info("rank %s leaves, with %d sequences", self.record.rank_id, len(self._live))
+        else:
+            self._moves.cancel()
+        self._ranks.set_member(self.row, False)
+        self._connection.send(self._encoder.encode(LeavingHeard()))
+        self._moves = self._loop.call_later(moves_in_s, self._move_live)
+        self._on_leave()
+
+    def _move_live(self) -> None:
+        for choice in list(self._live.values()):
+            choice.leave()
+        self._moves = self._loop.call_later(MOVE_INTERVAL_S, self._move_live)
+
     def _cut_malformed(self, what: str) -> None:
         self._count(PeerFault.MALFORMED)
         self._connection.abort(f"rank {self.record.rank_id} sent {what}")
@@ -280,6 +317,8 @@ class RankLink:
 
     def _on_closed(self, closed: asyncio.Future[str]) -> None:
         self._watch.cancel()
+        if self._moves is not None:
+            self._moves.cancel()
         self._prefixes.forget(self.record.boot_id)
         self._ranks.forget(self.row)
         live, self._live = self._live, {}

@@ -82,7 +82,7 @@ class RankPool:
         return {
             "num_ranks_known": self.num_members,
             "num_ranks_connected": len(links),
-            "num_ranks_with_room": sum(link.has_room for link in links),
+            "num_ranks_with_room": sum(link.has_room and not link.is_leaving for link in links),
         }
 
     def reconcile(self, members: Sequence[RankRecord]) -> None:
@@ -90,7 +90,7 @@ class RankPool:
         self._members = {record.boot_id: record for record in members}
         for boot_id, link in list(self._links.items()):
             if link.is_open:
-                self.ranks.set_member(link.row, boot_id in self._members)
+                self.ranks.set_member(link.row, boot_id in self._members and not link.is_leaving)
             if boot_id not in self._members and not link.num_live:
                 link.close("the rank is no longer a member")
         for boot_id, keeper in list(self._keepers.items()):
@@ -214,10 +214,11 @@ class RankPool:
             silence_timeout_s=self._silence_timeout_s,
             on_idle=self._close_if_no_member,
             on_room=self._wake,
+            on_leave=self._wake,
             count=self._count,
         )
         self._links[record.boot_id] = self._links_by_row[link.row] = link
-        self.ranks.set_member(link.row, record.boot_id in self._members)
+        self.ranks.set_member(link.row, record.boot_id in self._members and not link.is_leaving)
         self._wake()
         try:
             return await asyncio.shield(link.closed)

@@ -7,6 +7,9 @@ Ownership: from `begin` on a sequence is on one rank, or one task of `_moves` wa
 counts positions and not draws. So a sequence whose rank is lost goes to another with its prompt and all tokens that
 have come, and goes on as if nothing had happened; its client sees a pause. A rank's last token and its end come in one
 frame: either both have been heard, or neither.
+
+**Leaving.** A rank that leaves keeps its sequences until it has had time enough, and then those that nobody else can
+take. Others go on by the same rule, and with the KV that the rank hands off, if it can.
 """
 
 from __future__ import annotations
@@ -61,6 +64,8 @@ class _Sequence:
     id_there: int = 0
     next_link: RankLink | None = None
     """This one is to go on with it, and its rank fetches KV of it already."""
+    is_leaving: bool = False
+    """Its rank has been asked to hand it off as it stands."""
 
 
 class Sequences:
@@ -136,6 +141,7 @@ class Sequences:
             self._on_handoff,
             self._on_lost,
             self._on_ticket,
+            self._on_leave,
         )
         request, asked = self._request, self._request.output_grammar
         submit = Submit(
@@ -174,7 +180,7 @@ class Sequences:
         self._submit(sequence, link, submit, num_uncached + len(sequence.choice.generated))
 
     def _submit(self, sequence: _Sequence, link: RankLink, submit: Submit, num_new_tokens: int) -> None:
-        sequence.link = link
+        sequence.link, sequence.is_leaving = link, False
         sequence.id_there = link.submit(submit, sequence.choice, num_new_tokens)
 
     def _num_uncached_tokens(self, leg: Leg, link: RankLink, prefix: PromptPrefix) -> int:
@@ -205,6 +211,9 @@ class Sequences:
             return
         handed_off_at = self._loop.time()
         sequence = self._sequences[choice.index]
+        if sequence.is_leaving and not end.kv_transfer_params:
+            self._start_move(choice, self._place_anew(sequence, FailoverOutcome.LEFT, _left(sequence)))
+            return
         preferred, sequence.next_link = sequence.next_link or sequence.link, None
         link = self._pool.find(Leg.DECODE, sequence.prefix, preferred)
         if link is not None:
@@ -221,11 +230,32 @@ class Sequences:
             self._go_on(sequence, link, end, handed_off_at)
 
     def _go_on(self, sequence: _Sequence, link: RankLink, end: End, handed_off_at: float) -> None:
+        if sequence.is_leaving:
+            self._metrics.failover(FailoverOutcome.LEFT_WITH_KV)
         submit = msgspec.structs.replace(_with_generated(sequence), kv_transfer_params=end.kv_transfer_params)
         num_uncached = self._num_uncached_tokens(Leg.DECODE, link, sequence.prefix)
         sequence.choice.handed_off_at = handed_off_at
         num_new_tokens = 1 if end.kv_transfer_params else num_uncached + len(sequence.choice.generated)
         self._submit(sequence, link, submit, num_new_tokens)
+
+    # ---- its rank leaves ----
+
+    def _on_leave(self, choice: Choice) -> None:
+        """It stays where it is as long as nobody else can take it."""
+        sequence = self._sequences[choice.index]
+        if self._is_closed or choice.is_ended or sequence.is_leaving:
+            return
+        is_prefill = not choice.generated and sequence.link.record.role is PoolRole.PREFILL
+        if self._pool.find(Leg.PREFILL if is_prefill else Leg.WHOLE, sequence.prefix) is None:
+            return
+        sequence.next_link = None
+        if choice.generated:
+            sequence.is_leaving = True
+            sequence.link.hand_off(sequence.id_there)
+        else:
+            # Nothing of it has been heard, and its prompt is computed anew.
+            sequence.link.abort(sequence.id_there)
+            self._start_move(choice, self._place_anew(sequence, FailoverOutcome.LEFT, _left(sequence)))
 
     # ---- its rank is lost ----
 
@@ -242,9 +272,10 @@ class Sequences:
             return
         choice.num_failovers += 1
         choice.handed_off_at = None
-        self._start_move(choice, self._fail_over(sequence, error))
+        self._start_move(choice, self._place_anew(sequence, FailoverOutcome.MOVED, error))
 
-    async def _fail_over(self, sequence: _Sequence, error: ApiError) -> None:
+    async def _place_anew(self, sequence: _Sequence, outcome: FailoverOutcome, error: ApiError) -> None:
+        """Have some rank go on from the tokens so far; `error`: why, and what the client hears if there is none."""
         lost_at = self._loop.time()
         choice = sequence.choice
         try:
@@ -253,7 +284,7 @@ class Sequences:
             self._metrics.failover(FailoverOutcome.NO_RANK)
             choice.fail(ApiError(error.cause, f"{error.message}, and {no_rank.message}"))
             return
-        self._metrics.failover(FailoverOutcome.MOVED)
+        self._metrics.failover(outcome)
         logger.info(
             "%s goes on at rank %s behind %d tokens after %.3f s: %s",
             self._request_id,
@@ -276,6 +307,10 @@ class Sequences:
         move = self._loop.create_task(moving)
         self._moves.add(move)
         move.add_done_callback(ended)
+
+
+def _left(sequence: _Sequence) -> ApiError:
+    return ApiError(Cause.RANK_LOST, f"rank {sequence.link.record.rank_id} leaves")
 
 
 def _with_generated(sequence: _Sequence) -> Submit:

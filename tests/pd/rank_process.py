@@ -1,7 +1,8 @@
 """One real rank without Ray: a `RankServer` around the real model, told what to do over a connection.
 
 It is asked for `stats`, `integrity`, `shut` and `open` (a gate in the way of pulls, see `gate`), and answers each in
-JSON; what it says first, unasked, is the rank's id. It ends when the connection is closed.
+JSON; what it says first, unasked, is the rank's id. `drain MOVES_IN_S LIMIT_S` is answered when it has drained, and
+then it stops, as does a rank that Serve stops. It ends when the connection is closed.
 """
 
 from __future__ import annotations
@@ -88,6 +89,10 @@ def serve(options: dict[str, Any], connection: Connection) -> None:
             case "open":
                 gate.open()
                 answer = "well"
+            case drain if drain.startswith("drain "):
+                _, moves_in_s, limit_s = drain.split()
+                answer = server.drain(float(moves_in_s), float(limit_s))
+                server.stop()
             case other:
-                raise ValueError(f"{other!r} is no question; ask for stats, integrity, shut or open")
+                raise ValueError(f"{other!r} is no question; ask for stats, integrity, shut, open or drain")
     server.stop()

@@ -165,6 +165,11 @@ class RankProcess:
         answer: dict[str, Any] = await self.ask("stats")
         return answer
 
+    async def drain(self, moves_in_s: float, limit_s: float = 60.0) -> bool:
+        """Leave as a rank that Serve stops; False if something was left to do at the limit. Its process goes on."""
+        drained: bool = await self.ask(f"drain {moves_in_s} {limit_s}")
+        return drained
+
     def signal(self, number: signal.Signals) -> None:
         os.kill(self.pid, number)
 

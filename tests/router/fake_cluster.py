@@ -26,6 +26,9 @@ from rank_scheduler.messages import (
     Explained,
     Explanation,
     FinishReason,
+    HandOff,
+    Leaving,
+    LeavingHeard,
     Prefetch,
     PrefixEvents,
     PrefixSnapshot,
@@ -91,6 +94,7 @@ class Sequence:
     tokens: list[int]
     matcher: StopStringMatcher | None
     added_at: float
+    connection: Connection
     num_sent: int = 0
     num_tickets: int = 0
 
@@ -124,6 +128,11 @@ class FakeRank:
     tickets: list[KvParams] = field(default_factory=list)
     """What it tells of a prompt that it is to hand off, in a step each before its token."""
     prefetches: list[Prefetch] = field(default_factory=list)
+    hand_offs: list[int] = field(default_factory=list)
+    handed_params: KvParams | None = None
+    """With what it hands off when it is asked to."""
+    num_heard: int = 0
+    """How often a router has said that it knows that this rank leaves."""
 
     def __post_init__(self) -> None:
         self.tokenizer = byte_tokenizer()
@@ -158,6 +167,10 @@ class FakeRank:
     def allow(self, num_tokens: float) -> None:
         self.allowance += num_tokens
         self._moved.set()
+
+    def leave(self, moves_in_s: float) -> None:
+        for connection in self.connections:
+            connection.send(msgspec.msgpack.encode(Leaving(moves_in_s)))
 
     def prompt(self, index: int = -1) -> list[int]:
         data = self.submits[index].token_ids
@@ -226,14 +239,28 @@ class FakeRank:
 
     def _on_connection(self, connection: Connection) -> None:
         self.connections.append(connection)
+        connection.closed.add_done_callback(lambda _: self._drop(connection))
         connection.start(functools.partial(self._on_frame, connection))
         connection.send(self.greetings.pop(0) if self.greetings else msgspec.msgpack.encode(StepFrame(self.load())))
+
+    def _drop(self, connection: Connection) -> None:
+        """Nobody waits for what came over it."""
+        self.live = {number: each for number, each in self.live.items() if each.connection is not connection}
 
     def _on_frame(self, connection: Connection, payload: bytes) -> None:
         message = msgspec.msgpack.decode(payload, type=RouterToRank)
         if isinstance(message, Abort):
             self.aborts.append(message.id)
             self.live.pop(message.id, None)
+            return
+        if isinstance(message, LeavingHeard):
+            self.num_heard += 1
+            return
+        if isinstance(message, HandOff):
+            self.hand_offs.append(message.id)
+            if self.live.pop(message.id, None) is not None:
+                end = End(message.id, FinishReason.HANDOFF, num_cached_tokens=3, kv_transfer_params=self.handed_params)
+                connection.send(msgspec.msgpack.encode(StepFrame(self.load(), ends=[end])))
             return
         if isinstance(message, Explain):
             self.explains.append(message)
@@ -252,7 +279,7 @@ class FakeRank:
         self.submits.append(message)
         stop = message.sampling.stop
         matcher = StopStringMatcher(stop, IncrementalDetokenizer(self.tokenizer)) if stop else None
-        self.live[message.id] = Sequence(message, self.reply[message.num_generated :], matcher, self.now())
+        self.live[message.id] = Sequence(message, self.reply[message.num_generated :], matcher, self.now(), connection)
         self._moved.set()
 
     async def _steps(self) -> None:
