@@ -20,7 +20,9 @@ class Caller:
     rank_id: str | None = None
     """From `x-serried-rank`: this rank or none."""
     retry_token: str | None = None
-    """From `x-serried-retry-token`: what an earlier refusal of it gave."""
+    """From `x-serried-retry-token`: what an earlier refusal of it gave; of a retry without one, its alias."""
+    retry_alias: str | None = None
+    """What a refusal of it is found by if it comes without a token."""
 
 
 ANYBODY = Caller()

@@ -13,6 +13,7 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from router.admitted import Admitted
 from router.caller import Caller
 from router.choice import Choice, Delta
 from router.control_link import ControlLink
@@ -54,10 +55,11 @@ class RequestFlow:
         request_id: str,
         caller: Caller,
         parts: FlowParts,
+        admitted: Admitted | None,
         *,
         on_close: Callable[[RequestFlow], None],
     ) -> None:
-        """`request_id`: the answer's public id."""
+        """`request_id`: the answer's public id. `admitted` is the flow's from now on."""
         self.request = request
         self.request_id = request_id
         self.caller = caller
@@ -84,7 +86,8 @@ class RequestFlow:
         self._on_close = on_close
         self._loop = asyncio.get_running_loop()
         self._arrived_at = self._loop.time()
-        self._key: int | None = None
+        self._num_admitted = 0 if admitted is None else 1
+        self._key: int | None = None if admitted is None else admitted.take_over()
         self._stage = RouterStage.ADMISSION
         self._num_open = 0
         self._dirty: list[Choice] = []
@@ -130,8 +133,7 @@ class RequestFlow:
     async def _begin(self) -> None:
         request, preparation = self.request, self._preparation
         preparation.check()
-        self._key = self._control.new_key()
-        await self._control.acquire(self._key, request.num_sequences, 0)
+        await self._acquire(request.num_sequences - self._num_admitted, 0)
         if (asked := request.output_grammar) is not None:
             self._stage = RouterStage.FORMAT_CHECK
             await self._grammar_checker.check(asked[1], asked[0])
@@ -139,7 +141,7 @@ class RequestFlow:
         prompts = await preparation.prompts()
         self.num_prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
         self._stage = RouterStage.ADMISSION
-        await self._control.acquire(self._key, 0, self.num_prompt_tokens * request.num_choices)
+        await self._acquire(0, self.num_prompt_tokens * request.num_choices)
         self._stage = RouterStage.PLACEMENT
         seed = request.seed if request.seed is not None else int.from_bytes(os.urandom(8), "little")
         for prompt_index, prompt in enumerate(prompts):
@@ -156,6 +158,15 @@ class RequestFlow:
                 self._num_open += 1
                 sampling = preparation.sampling((base + choice_index) & _UINT64, prompt.max_tokens)
                 self._sequences.begin(leg, link, token_ids, prefix, sampling)
+
+    async def _acquire(self, num_requests: int, num_tokens: int) -> None:
+        if self._key is None:
+            self._key = self._control.new_key()
+        if num_requests or num_tokens:
+            caller = self.caller
+            await self._control.acquire(
+                self._key, num_requests, num_tokens, retry_token=caller.retry_token, alias=caller.retry_alias
+            )
 
     async def next(self) -> list[Delta]:
         """What has come since the last call; waits until there is something. Raises ApiError if the request failed.

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from router.admitted import Admitted
 from router.caller import ANYBODY, Caller
 from router.control_link import ControlAddress, ControlLink
 from router.control_messages import QueueCounts
@@ -22,6 +23,7 @@ from router.placement_policies import load_policy
 from router.protocol import ChatCompletionRequest, CompletionRequest
 from router.rank_pool import RankPool
 from router.request_flow import FlowParts, RequestFlow
+from router.retry_alias import Headers, with_retry_alias
 from router.sequences import SequenceRules
 from router.tokenizer import ChatTokenizer
 
@@ -86,6 +88,7 @@ class RouterService:
         self._pool: RankPool | None = None
         self._parts: FlowParts | None = None
         self._flows: set[RequestFlow] = set()
+        self._secret = b""
         self._is_drained = asyncio.Event()
 
     @property
@@ -106,6 +109,7 @@ class RouterService:
         `control_address` gives host and port anew for each attempt; what it raises means "not now".
         """
         settings = self.settings
+        self._secret = secret
         self._pool = RankPool(
             secret,
             name,
@@ -140,14 +144,38 @@ class RouterService:
         )
         self._control.start()
 
+    async def admit(self, caller: Caller, headers: Headers, body: bytes) -> Admitted:
+        """Take a place in the queue for one request, whose body has come but is not parsed yet: refusing is cheap.
+
+        Raises ApiError if there is none, with the time when there will be. The caller of this releases the place, or
+        hands it to `open_flow` together with `Admitted.caller`, by which its retries are known. `headers`: names in
+        lower case.
+        """
+        if self.is_shutting_down:
+            raise _shutting_down()
+        caller = with_retry_alias(caller, headers, body, self._secret)
+        admitted = Admitted(self.control.new_key(), caller, self.control)
+        try:
+            await admitted.acquire()
+        except BaseException:
+            admitted.release()
+            raise
+        return admitted
+
     def open_flow(
-        self, request: ChatCompletionRequest | CompletionRequest, request_id: str, caller: Caller = ANYBODY
+        self,
+        request: ChatCompletionRequest | CompletionRequest,
+        request_id: str,
+        caller: Caller = ANYBODY,
+        admitted: Admitted | None = None,
     ) -> RequestFlow:
         """A new request's flow; its opener closes it. Raises ApiError when shutting down.
 
-        `request_id` is the public one, of the answer.
+        `request_id` is the public one, of the answer. `admitted` is not its giver's any more, whatever this raises.
         """
         if self.is_shutting_down:
+            if admitted is not None:
+                admitted.release()
             raise _shutting_down()
         if self._parts is None:
             raise RuntimeError("RouterService.start has not been called")
@@ -158,7 +186,7 @@ class RouterService:
             weight=self.settings.tenant_weights.get(tenant, 1.0),
             deadline_s=caller.deadline_s or self.settings.default_deadline_s,
         )
-        flow = RequestFlow(request, request_id, caller, self._parts, on_close=self._on_flow_closed)
+        flow = RequestFlow(request, request_id, caller, self._parts, admitted, on_close=self._on_flow_closed)
         self._flows.add(flow)
         return flow
 
