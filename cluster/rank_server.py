@@ -161,6 +161,7 @@ class RankServer:
             num_blocks=capacity.num_blocks - 1,
             block_size=capacity.block_size,
             role=role,
+            block_size_bytes=capacity.block_size_bytes,
         )
         self._draining = Draining()
         self._connections: dict[int, Connection] = {}

@@ -44,6 +44,8 @@ class Wanted:
     """Requests with the same one are better off on the same rank."""
     rank_id: str | None = None
     """This rank or none."""
+    may_wait: bool = False
+    """It may be left waiting for a rank that suits it better: later ones may pass it, or nobody else wants the room."""
     waited_s: float = 0.0
     """Since it was first asked where this goes."""
 

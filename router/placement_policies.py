@@ -21,8 +21,11 @@ from router.rank_table import Candidates
 TOKENS_PER_SEQUENCE = 64
 """What a sequence on a rank weighs beside its waiting prompt tokens: it takes a token of each step while it runs."""
 
-LOADED_TOKENS_PER_COMPUTED = 16
-"""So many tokens of KV are loaded from another rank in about the time that one is computed."""
+SHORTAGE_FACTOR = 4
+"""To wait for a token's KV room takes so many times as long as to compute one: others have to end first."""
+
+MAX_WAIT_S = 1.0
+"""Nobody waits longer for the rank that has its prefix while others have room."""
 
 
 class PlacementPolicy(Protocol):
@@ -31,7 +34,8 @@ class PlacementPolicy(Protocol):
     def choose(self, wanted: Wanted, candidates: Candidates) -> int | None:
         """Index of the candidate that is to take it.
 
-        None: none of these, let it wait; it is asked again when ranks have more room, or others have it.
+        None, only where `wanted.may_wait`: none of these, let it wait; it is asked again when ranks have more room,
+        or others have it, and after a while.
         """
         ...
 
@@ -62,28 +66,53 @@ class RoundRobin:
 
 
 class LeastLoaded:
-    """`least_loaded`."""
+    """`least_loaded`: fewest prompt tokens to compute, and sequences, as its peers would take them."""
 
     def __init__(self) -> None:
         self._turns = _Turns()
 
     def choose(self, wanted: Wanted, candidates: Candidates) -> int:
         table, rows = candidates.table, candidates.rows
-        return self._turns.least(table.num_queued_tokens[rows] + TOKENS_PER_SEQUENCE * table.num_sequences[rows])
+        num_sequences = (table.num_sequences[rows] + 1) * table.lag[rows]
+        return self._turns.least(table.num_queued_tokens[rows] + TOKENS_PER_SEQUENCE * num_sequences)
 
 
 class Prefix:
-    """`prefix`. The score is what is computed before the first token, in tokens."""
+    """`prefix`. A rank's score is how long it would take to this request's first token, in seconds:
+
+        prefill time of a token * (tokens queued there
+                                   + TOKENS_PER_SEQUENCE * lag * (sequences there + 1)
+                                   + SHORTAGE_FACTOR * tokens for which it lacks KV room)
+        + time to compute the tokens that it has not cached; to load them, in the decode leg
+
+    So a request goes where its prefix is, until the load there outweighs what that saves.
+    """
 
     def __init__(self) -> None:
         self._turns = _Turns()
 
-    def choose(self, wanted: Wanted, candidates: Candidates) -> int:
+    def choose(self, wanted: Wanted, candidates: Candidates) -> int | None:
         table, rows = candidates.table, candidates.rows
-        own = wanted.num_tokens - np.minimum(wanted.cached.by_row(table.capacity)[rows], wanted.num_tokens - 1)
-        if wanted.leg is Leg.DECODE:
-            own /= LOADED_TOKENS_PER_COMPUTED
-        return self._turns.least(own + table.num_queued_tokens[rows] + TOKENS_PER_SEQUENCE * table.num_sequences[rows])
+        cached = np.minimum(wanted.cached.by_row(table.capacity), wanted.num_tokens - 1)
+        uncached = wanted.num_tokens - cached[rows]
+        shortage = np.maximum(uncached - table.num_free_tokens[rows], 0.0)
+        sequences = (table.num_sequences[rows] + 1) * table.lag[rows]
+        work = table.num_queued_tokens[rows] + TOKENS_PER_SEQUENCE * sequences + SHORTAGE_FACTOR * shortage
+        s_per_token = (table.load_s_per_token if wanted.leg is Leg.DECODE else table.prefill_s_per_token)[rows]
+        index = self._turns.least(table.prefill_s_per_token[rows] * work + s_per_token * uncached)
+        if wanted.may_wait and len(candidates.suitable) > len(rows):
+            num_saved = float(cached[candidates.suitable].max() - cached[rows[index]])
+            if wanted.waited_s < worth_waiting_s(num_saved, float(s_per_token[index])):
+                return None
+        return index
+
+
+def worth_waiting_s(num_saved_tokens: float, s_per_token: float) -> float:
+    """How long a request may wait for the rank that has so much more of it cached than the one that could take it now.
+
+    As long as computing that would take: so it loses at most as much again by waiting in vain.
+    """
+    return min(num_saved_tokens * s_per_token, MAX_WAIT_S)
 
 
 POLICIES: dict[str, Callable[[], PlacementPolicy]] = {

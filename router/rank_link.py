@@ -225,7 +225,9 @@ class RankLink:
 
     def _on_step(self, frame: StepFrame) -> None:
         self.load = frame.load
-        self.kv_transfer = frame.kv_transfer or self.kv_transfer
+        if frame.kv_transfer is not None:
+            self.kv_transfer = frame.kv_transfer
+            self._ranks.update_transfers(self.row, frame.kv_transfer)
         live = self._live
         for request_id in frame.first_token_ids:
             if (choice := live.get(request_id)) is not None:

@@ -2,20 +2,28 @@
 
 A rank has the row that `PrefixIndex.add` gave it, from `add` to `forget`. Its figures are as old as its last frame;
 what was submitted since is in them as well, so that a burst does not pile up on the rank that looked empty when it
-began.
+began. Its speed is measured (`rank_rates`) and compared with that of its peers, the ranks of the same role. All of it
+comes from the ranks' own frames, so several routers know much the same without asking each other.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rank_scheduler.messages import RankLoad
+from rank_scheduler.messages import KvTransferLoad, RankLoad
 from router.control_messages import PoolRole, RankRecord
 from router.placement import ROLES, Candidate, Leg
+from router.rank_rates import Column, RankRates, lags, like_peers, lower_median
+
+DEFAULT_PREFILL_S_PER_TOKEN = 1e-4
+"""While no rank has computed a prompt."""
+LOADED_TOKENS_PER_COMPUTED = 16
+"""So many tokens of KV are loaded from another rank in about the time that one is computed, while none were."""
 
 _ROLE_CODES = {role: code for code, role in enumerate(PoolRole)}
 _HAS_ROLE = {
@@ -31,17 +39,32 @@ class RankTable:
 
     def __init__(self) -> None:
         self.records: dict[int, RankRecord] = {}
+        self._rows: dict[str, int] = {}
+        """By rank id; of two with the same one, of which the older is about to go, the newer."""
         self._loads: dict[int, RankLoad] = {}
         self._unseen: dict[int, tuple[int, int]] = {}
-        self.num_sequences = np.zeros(_FIRST_CAPACITY)
+        self._rates: dict[int, RankRates] = {}
+        self.num_sequences = _column()
         """Running, waiting, deferred, and not in its figures yet."""
-        self.num_queued_tokens = np.zeros(_FIRST_CAPACITY)
+        self.num_queued_tokens = _column()
         """Prompt tokens still to be computed, those of sequences included that are not in its figures yet."""
-        self.num_free_tokens = np.zeros(_FIRST_CAPACITY)
+        self.num_free_tokens = _column()
         """For so many there is KV room that is neither used nor spoken for."""
-        self.block_size = np.ones(_FIRST_CAPACITY)
-        self.prefill_s_per_token = np.ones(_FIRST_CAPACITY)
-        self.lag = np.ones(_FIRST_CAPACITY)
+        self.prefill_s_per_token = _column()
+        """Measured, or of its peers."""
+        self.load_s_per_token = _column()
+        """Of KV from another rank, the same."""
+        self.lag = _column()
+        """How much longer its steps take than its peers', 1.0 if that is little."""
+        self.seeds = np.zeros(_FIRST_CAPACITY, np.uint64)
+        """Of a rank's incarnation, the same in every router."""
+        self._shown_prefill_s = _column()
+        self._shown_load_s = _column()
+        self._shown_step_s = _column()
+        self._shown_running = _column()
+        """What its own figures have shown; NaN: nothing."""
+        self._num_news = 0
+        """Rows whose speed may have changed since they were compared."""
         self._role = np.zeros(_FIRST_CAPACITY, np.int8)
         self._is_member = np.zeros(_FIRST_CAPACITY, bool)
         self._has_room = np.zeros(_FIRST_CAPACITY, bool)
@@ -57,27 +80,54 @@ class RankTable:
         """A rank that is a member and has room, as long as nobody says otherwise."""
         while row >= self.capacity:
             self._grow()
+        load = RankLoad(num_free_blocks=record.num_blocks, num_blocks=record.num_blocks)
         self.records[row] = record
-        self.block_size[row] = record.block_size
+        self._rows[record.rank_id] = row
+        self._loads[row] = load
+        self._rates[row] = RankRates(load)
         self._role[row] = _ROLE_CODES[record.role]
+        digest = hashlib.blake2b(record.boot_id.encode(), digest_size=8).digest()
+        self.seeds[row] = int.from_bytes(digest, "little")
         self._is_member[row] = self._has_room[row] = True
+        for shown in (self._shown_prefill_s, self._shown_load_s, self._shown_step_s, self._shown_running):
+            shown[row] = np.nan
         self._candidates.clear()
-        self.update(row, RankLoad(num_free_blocks=record.num_blocks, num_blocks=record.num_blocks), 0, 0)
+        self.update(row, load, 0, 0)
+        self._compare()
 
     def forget(self, row: int) -> None:
         """The rank is gone."""
-        del self.records[row], self._loads[row], self._unseen[row]
+        record = self.records.pop(row)
+        if self._rows[record.rank_id] == row:
+            del self._rows[record.rank_id]
+        del self._loads[row], self._unseen[row], self._rates[row]
         self._is_member[row] = self._has_room[row] = False
         self._candidates.clear()
 
     def update(self, row: int, load: RankLoad, num_unseen_sequences: int, num_unseen_tokens: int) -> None:
         """Its figures, and what they do not contain."""
-        self._loads[row] = load
+        if load is not self._loads[row]:
+            self._loads[row] = load
+            rates = self._rates[row]
+            rates.learn(load)
+            if rates.prefill_s_per_token is not None:
+                self._shown_prefill_s[row] = rates.prefill_s_per_token
+            if rates.step_s is not None:
+                self._shown_step_s[row], self._shown_running[row] = rates.step_s, rates.num_running
+            self._on_news()
         self._unseen[row] = (num_unseen_sequences, num_unseen_tokens)
         num_queued = load.num_waiting_tokens + num_unseen_tokens
         self.num_sequences[row] = load.num_running + load.num_waiting + load.num_deferred + num_unseen_sequences
         self.num_queued_tokens[row] = num_queued
         self.num_free_tokens[row] = load.num_free_blocks * self.records[row].block_size - num_queued
+
+    def update_transfers(self, row: int, transfers: KvTransferLoad) -> None:
+        """Its figures of loads of KV."""
+        record = self.records[row]
+        if transfers.num_loaded_bytes > 0 and record.block_size_bytes > 0:
+            num_tokens = transfers.num_loaded_bytes / record.block_size_bytes * record.block_size
+            self._shown_load_s[row] = transfers.load_seconds_sum / num_tokens
+            self._on_news()
 
     def set_room(self, row: int, has_room: bool) -> None:
         """Whether it takes another sequence now."""
@@ -91,6 +141,16 @@ class RankTable:
             self._is_member[row] = is_member
             self._candidates.clear()
 
+    def row_of(self, rank_id: str) -> int | None:
+        """Of a member; None if there is none of that name."""
+        row = self._rows.get(rank_id)
+        return row if row is not None and self._is_member[row] else None
+
+    @property
+    def rank_ids(self) -> list[str]:
+        """Of all members."""
+        return sorted(rank_id for rank_id, row in self._rows.items() if self._is_member[row])
+
     def suitable(self, leg: Leg, *, falls_back: bool) -> NDArray[np.intp]:
         """Rows of the members that may take this leg; `falls_back`: if none is made for it, any."""
         made_for_it, others = _HAS_ROLE[leg]
@@ -103,8 +163,9 @@ class RankTable:
         """Of the suitable ones, those that have room."""
         found = self._candidates.get((leg, falls_back))
         if found is None:
-            rows = self.suitable(leg, falls_back=falls_back)
-            found = self._candidates[leg, falls_back] = Candidates(self, rows[self._has_room[rows]])
+            suitable = self.suitable(leg, falls_back=falls_back)
+            found = Candidates(self, suitable[self._has_room[suitable]], suitable)
+            self._candidates[leg, falls_back] = found
         return found
 
     def candidate(self, row: int) -> Candidate:
@@ -120,6 +181,27 @@ class RankTable:
             float(self.lag[row]),
         )
 
+    def _on_news(self) -> None:
+        # As often as each rank has something new, so that it costs each frame little.
+        self._num_news += 1
+        if self._num_news >= len(self.records):
+            self._compare()
+
+    def _compare(self) -> None:
+        """Settle each rank's speed, from what it has shown and what its peers have."""
+        self._num_news = 0
+        everybody = np.fromiter(self.records, np.intp, len(self.records))
+        usual_s = lower_median(self._shown_prefill_s[everybody]) or DEFAULT_PREFILL_S_PER_TOKEN
+        for code in range(len(_ROLE_CODES)):
+            rows = everybody[self._role[everybody] == code]
+            if not rows.size:
+                continue
+            self.lag[rows] = lags(self._shown_step_s[rows], self._shown_running[rows])
+            prefill_s = lower_median(self._shown_prefill_s[rows]) or usual_s
+            self.prefill_s_per_token[rows] = like_peers(self._shown_prefill_s[rows], prefill_s)
+            load_s = lower_median(self._shown_load_s[rows]) or prefill_s / LOADED_TOKENS_PER_COMPUTED
+            self.load_s_per_token[rows] = like_peers(self._shown_load_s[rows], load_s)
+
     def _grow(self) -> None:
         for name, column in vars(self).items():
             if isinstance(column, np.ndarray):
@@ -129,10 +211,11 @@ class RankTable:
 class Candidates(Sequence[Candidate]):
     """Ranks that could take a request. Valid until the table changes, and so for one choice."""
 
-    def __init__(self, table: RankTable, rows: NDArray[np.intp]) -> None:
-        """`rows`: of the table, shape [n]."""
+    def __init__(self, table: RankTable, rows: NDArray[np.intp], suitable: NDArray[np.intp] | None = None) -> None:
+        """`rows`: of the table, in order, shape [n]. `suitable`: with those that have no room; None: there are none."""
         self.table = table
         self.rows = rows
+        self.suitable = rows if suitable is None else suitable
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -145,3 +228,7 @@ class Candidates(Sequence[Candidate]):
         if isinstance(index, slice):
             return [self.table.candidate(int(row)) for row in self.rows[index]]
         return self.table.candidate(int(self.rows[index]))
+
+
+def _column() -> Column:
+    return np.zeros(_FIRST_CAPACITY)

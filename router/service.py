@@ -25,6 +25,7 @@ from router.rank_pool import RankPool
 from router.request_flow import FlowParts, RequestFlow
 from router.retry_alias import Headers, with_retry_alias
 from router.sequences import SequenceRules
+from router.session_affinity import SessionAffinity
 from router.tokenizer import ChatTokenizer
 
 logger = logging.getLogger(__name__)
@@ -81,7 +82,7 @@ class RouterService:
         self.settings = settings
         self.tokenizer = ChatTokenizer(settings.model_dir)
         self._grammar_checker = GrammarChecker()
-        self._policy = load_policy(settings.placement)
+        self._policy = SessionAffinity(load_policy(settings.placement))
         self.metrics = RouterMetrics(self._rank_figures, self._queue_counts)
         self.is_shutting_down = False
         self._control: ControlLink | None = None

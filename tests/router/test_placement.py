@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import sys
 from collections.abc import Sequence
 from types import ModuleType
 
+import msgspec
 import pytest
 
-from rank_scheduler.messages import RankLoad
+from rank_scheduler.messages import KvTransferLoad, RankLoad
 from router.control_messages import PoolRole, RankRecord
+from router.errors import ApiError, Cause
+from router.named_rank import named_rank
 from router.placement import Candidate, Leg, Wanted, load_contains, num_uncached_tokens
 from router.placement_policies import (
-    LOADED_TOKENS_PER_COMPUTED,
+    MAX_WAIT_S,
+    SHORTAGE_FACTOR,
     TOKENS_PER_SEQUENCE,
     LeastLoaded,
     PlacementPolicy,
@@ -22,7 +27,8 @@ from router.placement_policies import (
     load_policy,
 )
 from router.prefix_index import CachedPrefix
-from router.rank_table import RankTable
+from router.rank_table import DEFAULT_PREFILL_S_PER_TOKEN, LOADED_TOKENS_PER_COMPUTED, RankTable
+from router.session_affinity import SessionAffinity
 
 
 def record(row: int, role: PoolRole = PoolRole.MIXED, num_blocks: int = 10_000) -> RankRecord:
@@ -198,3 +204,230 @@ def test_a_name_that_is_no_policy_is_refused_with_the_remedy(name: str, why: str
         load_policy(name)
     assert repr(name) in str(refused.value)
     assert "of a policy of your own" in str(refused.value)
+
+
+# ---- speed ----
+
+STEP_S, TOKEN_S = 0.02, 0.0005
+
+
+def works(ranks: RankTable, row: int, slower: float = 1.0, *, num_running: int = 4, num_steps: int = 40) -> None:
+    """It has decoded, and computed a prompt, at its pace; and is idle again."""
+    load = ranks.candidate(row).load
+    busy = msgspec.structs.replace(load, num_running=num_running)
+    ranks.update(row, busy, 0, 0)
+    decoded = msgspec.structs.replace(
+        busy, num_steps=load.num_steps + num_steps, busy_s=load.busy_s + num_steps * STEP_S * slower
+    )
+    ranks.update(row, decoded, 0, 0)
+    computed = msgspec.structs.replace(
+        decoded,
+        num_steps=decoded.num_steps + 1,
+        num_prompt_tokens=load.num_prompt_tokens + 500,
+        busy_s=decoded.busy_s + (STEP_S + 500 * TOKEN_S) * slower,
+        num_running=0,
+    )
+    ranks.update(row, computed, 0, 0)
+
+
+def test_speed_is_learnt_from_frames() -> None:
+    ranks = table(FREE, FREE)
+    assert ranks.candidate(0).prefill_s_per_token == DEFAULT_PREFILL_S_PER_TOKEN
+    works(ranks, 0)
+    works(ranks, 0)
+    assert ranks.candidate(0).prefill_s_per_token == pytest.approx(TOKEN_S)
+    assert ranks.candidate(1).prefill_s_per_token == pytest.approx(TOKEN_S), (
+        "one that has shown nothing is as its peers"
+    )
+    assert ranks.candidate(1).lag == 1.0
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 8])
+def test_a_rank_that_lags_gets_less(num_ranks: int) -> None:
+    ranks = table(*[FREE] * num_ranks)
+    for _ in range(3):
+        for row in range(num_ranks):
+            works(ranks, row, 3.0 if row == 1 else 1.0)
+    assert [round(ranks.candidate(row).lag, 2) for row in range(num_ranks)] == [1.0, 3.0, *[1.0] * (num_ranks - 2)]
+    assert ranks.candidate(1).prefill_s_per_token == pytest.approx(3 * TOKEN_S)
+    for policy in (Prefix(), LeastLoaded()):
+        counts = [0] * num_ranks
+        for _ in range(100 * num_ranks):
+            row = chosen(policy, ranks, wanted(20))
+            assert row is not None
+            counts[row] += 1
+            ranks.update(row, ranks.candidate(row).load, counts[row], 20 * counts[row])
+        assert 0 < counts[1] < 0.5 * min(count for row, count in enumerate(counts) if row != 1)
+        for row in range(num_ranks):
+            ranks.update(row, ranks.candidate(row).load, 0, 0)
+
+
+def test_a_rank_that_is_as_fast_as_ever_again_is_forgiven() -> None:
+    ranks = table(FREE, FREE)
+    for slower in [4.0] * 3 + [1.0] * 12:
+        works(ranks, 0)
+        works(ranks, 1, slower)
+        if slower == 4.0:
+            assert ranks.candidate(1).lag > 1
+    assert ranks.candidate(1).lag == 1.0
+
+
+def test_longer_steps_of_more_sequences_are_no_lag() -> None:
+    ranks = table(FREE, FREE)
+    for _ in range(3):
+        works(ranks, 0, 1.0, num_running=2)
+        works(ranks, 1, 2.0, num_running=8)
+    assert ranks.candidate(1).lag == 1.0
+
+
+def test_ranks_that_differ_little_are_equals() -> None:
+    ranks = table(FREE, FREE, FREE)
+    for _ in range(3):
+        for row, slower in enumerate([1.0, 1.1, 0.9]):
+            works(ranks, row, slower)
+    policy = Prefix()
+    assert {chosen(policy, ranks) for _ in range(3)} == {0, 1, 2}
+
+
+def test_figures_that_go_back_teach_nothing() -> None:
+    ranks = table(FREE, FREE)
+    works(ranks, 0)
+    works(ranks, 1)
+    before = ranks.candidate(0)
+    ranks.update(0, FREE, 0, 0)
+    works(ranks, 1)
+    assert ranks.candidate(0).prefill_s_per_token == before.prefill_s_per_token
+
+
+def test_measured_transfers_replace_the_guess() -> None:
+    ranks = RankTable()
+    for row in range(2):
+        ranks.add(row, msgspec.structs.replace(record(row, PoolRole.DECODE), block_size_bytes=1_000))
+    assert ranks.load_s_per_token[0] == DEFAULT_PREFILL_S_PER_TOKEN / LOADED_TOKENS_PER_COMPUTED
+    for row in range(2):
+        # 100 blocks of 16 tokens.
+        ranks.update_transfers(row, KvTransferLoad(num_loaded_bytes=100_000, load_seconds_sum=1.6))
+    assert ranks.load_s_per_token[:2].tolist() == pytest.approx([0.001, 0.001])
+
+
+# ---- room ----
+
+
+def test_a_rank_without_kv_room_for_the_prompt_is_worse() -> None:
+    full = RankLoad(num_free_blocks=10)
+    assert chosen(Prefix(), table(RankLoad(num_running=5, num_free_blocks=100), full), wanted(600)) == 0
+    assert chosen(Prefix(), table(RankLoad(num_running=5, num_free_blocks=100), full), wanted(150)) == 1
+    # Nor is it the end of the world: the prompt's prefix, if it is long, is worth the wait.
+    num_lacking = 600 - 400 - 160
+    assert SHORTAGE_FACTOR * num_lacking < 400
+    assert chosen(Prefix(), table(FREE, full), wanted(600, r1=400)) == 1
+
+
+def test_a_popular_prefix_does_not_drown_its_rank() -> None:
+    ranks = table(*[FREE] * 4)
+    for _ in range(400):
+        row = chosen(Prefix(), ranks, wanted(2_000, r2=1_990))
+        assert row is not None
+        before = ranks.candidate(row)
+        num_tokens = before.num_unseen_tokens + (10 if row == 2 else 2_000)
+        ranks.update(row, FREE, before.num_unseen_sequences + 1, num_tokens)
+        work = ranks.num_queued_tokens + TOKENS_PER_SEQUENCE * ranks.num_sequences
+        # It has more to do than others by what its prefix saves, and what one request brings, at most.
+        assert work[2] <= min(work[[0, 1, 3]]) + 1_990 + 10 + TOKENS_PER_SEQUENCE
+    assert min(ranks.num_sequences[:4]) > 0
+
+
+# ---- waiting for a better one ----
+
+
+def may_wait(waited_s: float, num_tokens: int = 1_000, session_id: str | None = None, **cached: int) -> Wanted:
+    return dataclasses.replace(wanted(num_tokens, **cached), may_wait=True, waited_s=waited_s, session_id=session_id)
+
+
+def test_one_waits_for_its_prefix_as_long_as_that_saves() -> None:
+    ranks = table(FREE, FREE)
+    ranks.set_room(1, False)
+    saves_s = 900 * DEFAULT_PREFILL_S_PER_TOKEN
+    assert chosen(Prefix(), ranks, may_wait(0.99 * saves_s, r1=900)) is None
+    assert chosen(Prefix(), ranks, may_wait(1.01 * saves_s, r1=900)) == 0
+    assert chosen(Prefix(), ranks, wanted(1_000, r1=900)) == 0, "it may not"
+    assert chosen(Prefix(), ranks, may_wait(0.0)) == 0, "there is nothing to wait for"
+    assert chosen(Prefix(), ranks, may_wait(MAX_WAIT_S, 90_000, r1=80_000)) == 0
+    assert chosen(Prefix(), ranks, may_wait(0.0, r0=900, r1=900)) == 0
+
+
+# ---- sessions ----
+
+
+def homes(ranks: RankTable, sessions: int = 200) -> list[int | None]:
+    policy = SessionAffinity(LeastLoaded())
+    return [chosen(policy, ranks, Wanted(Leg.WHOLE, 10, session_id=f"session-{index}")) for index in range(sessions)]
+
+
+def test_all_routers_agree_on_a_sessions_rank_and_sessions_spread() -> None:
+    first = homes(table(*[FREE] * 4))
+    other_router = RankTable()
+    for row in (3, 1, 0, 2):
+        other_router.add(row + 5, record(row))
+    assert [row + 5 for row in first if row is not None] == homes(other_router)
+    assert min(first.count(row) for row in range(4)) >= 30
+
+
+def test_only_the_sessions_of_a_rank_that_goes_move_and_they_come_back() -> None:
+    ranks = table(*[FREE] * 4)
+    before = homes(ranks)
+    ranks.set_member(2, False)
+    after = homes(ranks)
+    assert [row for row in after if row == 2] == []
+    assert all(now == then for now, then in zip(after, before, strict=True) if then != 2)
+    assert len({now for now, then in zip(after, before, strict=True) if then == 2}) == 3
+    ranks.set_member(2, True)
+    assert homes(ranks) == before
+
+
+def test_a_session_waits_for_its_rank_only_while_that_is_worth_it() -> None:
+    ranks = table(FREE, FREE, FREE)
+    policy = SessionAffinity(LeastLoaded())
+
+    def row_of(waited_s: float, **cached: int) -> int | None:
+        return chosen(policy, ranks, may_wait(waited_s, session_id="s", **cached))
+
+    home = row_of(0.0)
+    assert home is not None
+    has_it = {f"r{home}": 900}
+    ranks.set_room(home, False)
+    second = row_of(0.0)
+    assert second not in (None, home), "nothing is cached there"
+    assert row_of(0.5 * 900 * DEFAULT_PREFILL_S_PER_TOKEN, **has_it) is None
+    assert row_of(1.5 * 900 * DEFAULT_PREFILL_S_PER_TOKEN, **has_it) == second
+    ranks.set_room(home, True)
+    assert row_of(0.0) == home
+
+
+def test_what_belongs_to_no_session_is_the_policys() -> None:
+    policy = SessionAffinity(RoundRobin())
+    assert [chosen(policy, table(FREE, FREE)) for _ in range(3)] == [0, 1, 0]
+
+
+# ---- a rank by name ----
+
+
+def test_a_named_rank_is_that_one_or_an_error_that_says_which_there_are() -> None:
+    ranks = table(FREE, FREE)
+    assert [named_rank(ranks, "p/0"), named_rank(ranks, "p/1")] == [0, 1]
+    ranks.set_member(1, False)
+    for name, cause in [("p/1", Cause.NO_RANK_AVAILABLE), ("q/0", Cause.INVALID_REQUEST)]:
+        with pytest.raises(ApiError, match=f"x-serried-rank: '{name}' is .*there are p/0; name one") as refused:
+            named_rank(ranks, name)
+        assert refused.value.cause is cause
+    ranks.forget(0)
+    with pytest.raises(ApiError, match="'p/0' is not there, nor is any other") as refused:
+        named_rank(ranks, "p/0")
+    assert refused.value.status == 503
+
+
+def test_a_rank_that_came_back_in_another_row_keeps_its_name() -> None:
+    ranks = table(FREE)
+    ranks.add(1, msgspec.structs.replace(record(0), boot_id="another"))
+    ranks.forget(0)
+    assert named_rank(ranks, "p/0") == 1
