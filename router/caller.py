@@ -11,8 +11,12 @@ class Caller:
 
     tenant: str = ""
     """Whom its share of the queue is counted for: the API key's tenant, else the body's `user`, else nobody's."""
+    account: str = ""
+    """Whose requests it may join and cancel: those of the same API key, or of its tenant; without keys, anybody's."""
     weight: float = 1.0
     """Of the tenant's share against others'."""
+    arrived_at: float | None = None
+    """When its headers were read, by the event loop's clock; None: now."""
     deadline_s: float | None = None
     """From `x-request-deadline-ms`: worth nothing so long after its arrival; None: it may take any time."""
     session_id: str | None = None

@@ -7,6 +7,7 @@ shown in /openapi.json come from the same models.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from router import request_headers
 from router.errors import ApiError, Cause, invalid
 from router.formats import ChatFormat, CompletionFormat, Format
 from router.http_edge import HttpEdge
@@ -51,28 +53,32 @@ def build_app(service: RouterService) -> FastAPI:
 
 
 def _add_generation_routes(app: FastAPI, service: RouterService) -> None:
-    def answer(
-        request: ChatCompletionRequest | CompletionRequest, kind: type[ChatFormat | CompletionFormat], own_id: str
+    async def answer(
+        http: Request,
+        parse_body: Callable[[bytes], ChatCompletionRequest | CompletionRequest],
+        kind: type[ChatFormat | CompletionFormat],
     ) -> Response:
+        caller = request_headers.caller(http.scope["headers"], arrived_at=http.state.arrived_at)
+        request = parse_body(await http.body())
         _check_model(service, request.model)
         form: Format = kind(
-            own_id,
+            http.state.request_id,
             service.settings.model_name,
             service.tokenizer.table,
             wants_logprobs=request.num_logprobs is not None,
             include_usage=request.include_usage,
         )
-        return GenerationResponse(partial(service.open_flow, request, form.request_id), form)
+        return GenerationResponse(partial(service.open_flow, request, form.request_id, caller), form)
 
     @app.post("/v1/chat/completions", openapi_extra=_body_schema(ChatCompletionRequest))
     async def chat_completions(request: Request) -> Response:
         """Answer to a conversation."""
-        return answer(parse(await request.body(), ChatCompletionRequest), ChatFormat, request.state.request_id)
+        return await answer(request, lambda body: parse(body, ChatCompletionRequest), ChatFormat)
 
     @app.post("/v1/completions", openapi_extra=_body_schema(CompletionRequest))
     async def completions(request: Request) -> Response:
         """Continuation of one or more prompts."""
-        return answer(parse(await request.body(), CompletionRequest), CompletionFormat, request.state.request_id)
+        return await answer(request, lambda body: parse(body, CompletionRequest), CompletionFormat)
 
 
 def _add_token_routes(app: FastAPI, service: RouterService) -> None:

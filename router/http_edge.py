@@ -48,7 +48,9 @@ class HttpEdge:
         request_id = headers.get(b"x-request-id", b"")
         if not _REQUEST_ID.fullmatch(request_id):
             request_id = uuid.uuid4().hex.encode()
-        scope.setdefault("state", {})["request_id"] = request_id.decode()
+        state = scope.setdefault("state", {})
+        state["request_id"] = request_id.decode()
+        state["arrived_at"] = asyncio.get_running_loop().time()
         has_started = False
         num_received = 0
         timed_send = TimedSend(send, self._send_timeout_s)

@@ -85,7 +85,7 @@ class RequestFlow:
         )
         self._on_close = on_close
         self._loop = asyncio.get_running_loop()
-        self._arrived_at = self._loop.time()
+        self._arrived_at = self._loop.time() if caller.arrived_at is None else caller.arrived_at
         self._num_admitted = 0 if admitted is None else 1
         self._key: int | None = None if admitted is None else admitted.take_over()
         self._stage = RouterStage.ADMISSION
@@ -95,7 +95,7 @@ class RequestFlow:
         self._error: ApiError | None = None
         self._beginning: asyncio.Timeout | None = None
         """While `begin` runs: what `fail` interrupts it by."""
-        self._expiry = self._expire_after(caller.deadline_s)
+        self._expiry = self._expire_within(caller.deadline_s)
         self._is_closed = False
         parts.metrics.num_in_flight.inc()
 
@@ -244,7 +244,7 @@ class RequestFlow:
         if self._error is not None:
             raise self._error
 
-    def _expire_after(self, deadline_s: float | None) -> asyncio.TimerHandle | None:
+    def _expire_within(self, deadline_s: float | None) -> asyncio.TimerHandle | None:
         if deadline_s is None:
             return None
         error = ApiError(
@@ -252,7 +252,11 @@ class RequestFlow:
             f"x-request-deadline-ms: the request was not done within its {deadline_s * 1000:.0f} ms; give it more "
             "time, or send it when there is less load",
         )
-        return self._loop.call_later(deadline_s, self.fail, error)
+        expires_at = self._arrived_at + deadline_s
+        if expires_at <= self._loop.time():
+            self._error = error
+            return None
+        return self._loop.call_at(expires_at, self.fail, error)
 
     def _notify(self, choice: Choice) -> None:
         self._dirty.append(choice)
