@@ -11,7 +11,9 @@ import msgspec
 
 from rank_scheduler.messages import TokenLogprobs
 from router.choice import Delta
-from router.detokenizer import TokenTable
+from router.protocol import ChatCompletionRequest, CompletionRequest, GenerateRequest
+from router.tokenizer import ChatTokenizer
+from router.tool_calls import ToolCalls
 
 DONE = b"data: [DONE]\n\n"
 _encode = msgspec.json.Encoder().encode
@@ -73,15 +75,13 @@ class _Format:
     _object: str
     _chunk_object: str
 
-    def __init__(
-        self, own_id: str, model: str, table: TokenTable, *, wants_logprobs: bool, include_usage: bool
-    ) -> None:
-        """`own_id`: the client's X-Request-Id, or one that was made up."""
-        self._table = table
-        self._wants_logprobs = wants_logprobs
+    def __init__(self, request: GenerateRequest, own_id: str, model: str, tokenizer: ChatTokenizer) -> None:
+        """`own_id`: the client's X-Request-Id, or one that was made up; `model`: its name in answers."""
+        self._table = tokenizer.table
+        self._wants_logprobs = request.num_logprobs is not None
         self.request_id = f"{self._id_prefix}-{own_id}"
         self._head = {"id": self.request_id, "created": int(time.time()), "model": model}
-        self._usage_null: dict[str, Any] = {"usage": None} if include_usage else {}
+        self._usage_null: dict[str, Any] = {"usage": None} if request.include_usage else {}
         head = _encode({**self._head, "object": self._chunk_object, **self._usage_null, "choices": []})
         self._prefix = b"data: " + head.removesuffix(b"]}")
         self._suffix = b"]}\n\n"
@@ -105,11 +105,20 @@ class ChatFormat(_Format):
     _object = "chat.completion"
     _chunk_object = "chat.completion.chunk"
 
+    def __init__(self, request: ChatCompletionRequest, own_id: str, model: str, tokenizer: ChatTokenizer) -> None:
+        super().__init__(request, own_id, model, tokenizer)
+        self._request = request
+        self._tokenizer = tokenizer
+        self._calls: dict[int, ToolCalls] = {}
+        """Of each choice, where the model may call tools."""
+
     def opening(self, index: int) -> bytes:
         choice = {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
         return self._event(_encode(choice))
 
     def chunk(self, delta: Delta) -> bytes:
+        if self._request.usable_tools:
+            return self._chunks_with_calls(delta)
         if not self._wants_logprobs and delta.finish_reason is None:
             return self._event(
                 b'{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}'
@@ -128,19 +137,41 @@ class ChatFormat(_Format):
         )
 
     def body(self, answers: Sequence[Answer], usage: Mapping[str, Any]) -> bytes:
-        return self._body(
-            [
-                {
-                    "index": index,
-                    "message": {"role": "assistant", "content": "".join(answer.text), "refusal": None},
-                    "logprobs": self._logprobs(answer.token_ids, answer.logprobs),
-                    "finish_reason": answer.finish_reason,
-                    "stop_reason": answer.stop_reason,
-                }
-                for index, answer in enumerate(answers)
-            ],
-            usage,
-        )
+        return self._body([self._choice(index, answer) for index, answer in enumerate(answers)], usage)
+
+    def _choice(self, index: int, answer: Answer) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": "".join(answer.text), "refusal": None}
+        finish_reason = answer.finish_reason
+        if self._request.usable_tools:
+            calls = ToolCalls(self._request, self._tokenizer)
+            message |= calls.message("".join(answer.text))
+            finish_reason = calls.finish_reason(finish_reason)
+        return {
+            "index": index,
+            "message": message,
+            "logprobs": self._logprobs(answer.token_ids, answer.logprobs),
+            "finish_reason": finish_reason,
+            "stop_reason": answer.stop_reason,
+        }
+
+    def _chunks_with_calls(self, delta: Delta) -> bytes:
+        """As many as there are pieces of text and of calls; the last one has the reason of the end."""
+        calls = self._calls.get(delta.index)
+        if calls is None:
+            calls = self._calls[delta.index] = ToolCalls(self._request, self._tokenizer)
+        is_end = delta.finish_reason is not None
+        pieces = calls.pieces(delta.text, is_end=is_end)
+        if is_end or (self._wants_logprobs and delta.token_ids and not pieces):
+            pieces.append({})
+        logprobs = self._logprobs(delta.token_ids, delta.logprobs)
+        events = []
+        for place, piece in enumerate(pieces, 1):
+            choice = {"index": delta.index, "delta": piece, "logprobs": logprobs, "finish_reason": None}
+            if is_end and place == len(pieces):
+                choice |= {"finish_reason": calls.finish_reason(delta.finish_reason), "stop_reason": delta.stop_reason}
+            logprobs = None  # told with the first
+            events.append(self._event(_encode(choice)))
+        return b"".join(events)
 
     def _logprobs(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
         if not self._wants_logprobs:
@@ -171,10 +202,8 @@ class CompletionFormat(_Format):
     _object = "text_completion"
     _chunk_object = "text_completion"
 
-    def __init__(
-        self, own_id: str, model: str, table: TokenTable, *, wants_logprobs: bool, include_usage: bool
-    ) -> None:
-        super().__init__(own_id, model, table, wants_logprobs=wants_logprobs, include_usage=include_usage)
+    def __init__(self, request: CompletionRequest, own_id: str, model: str, tokenizer: ChatTokenizer) -> None:
+        super().__init__(request, own_id, model, tokenizer)
         self._offsets: dict[int, int] = {}
         """Choice → characters of its tokens so far."""
 

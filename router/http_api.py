@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from fastapi import FastAPI, Request, Response
@@ -32,7 +32,9 @@ from router.protocol import (
 )
 from router.responses import GenerationResponse
 from router.service import RouterService
+from router.tokenizer import ChatTokenizer
 
+AnyRequest = TypeVar("AnyRequest", ChatCompletionRequest, CompletionRequest)
 METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -55,19 +57,13 @@ def build_app(service: RouterService) -> FastAPI:
 def _add_generation_routes(app: FastAPI, service: RouterService) -> None:
     async def answer(
         http: Request,
-        parse_body: Callable[[bytes], ChatCompletionRequest | CompletionRequest],
-        kind: type[ChatFormat | CompletionFormat],
+        parse_body: Callable[[bytes], AnyRequest],
+        kind: Callable[[AnyRequest, str, str, ChatTokenizer], Format],
     ) -> Response:
         caller = request_headers.caller(http.scope["headers"], arrived_at=http.state.arrived_at)
         request = parse_body(await http.body())
         _check_model(service, request.model)
-        form: Format = kind(
-            http.state.request_id,
-            service.settings.model_name,
-            service.tokenizer.table,
-            wants_logprobs=request.num_logprobs is not None,
-            include_usage=request.include_usage,
-        )
+        form = kind(request, http.state.request_id, service.settings.model_name, service.tokenizer)
         return GenerationResponse(partial(service.open_flow, request, form.request_id, caller), form)
 
     @app.post("/v1/chat/completions", openapi_extra=_body_schema(ChatCompletionRequest))

@@ -93,6 +93,7 @@ class Preparation:
                 add_generation_prompt=request.add_generation_prompt is not False,
                 continue_final_message=bool(request.continue_final_message),
                 variables=request.chat_template_kwargs,
+                tools=[tool.for_template() for tool in request.usable_tools],
             )
             return [self._truncated(await self._encode(text, add_special_tokens=bool(request.add_special_tokens)))]
         prompts = []

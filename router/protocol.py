@@ -15,6 +15,7 @@ from pydantic import BeforeValidator, Field, SkipValidation, ValidationError
 from rank_scheduler.messages import Grammar, Repetition
 from router.errors import ApiError, invalid
 from router.output_format import OutputFormatFields, Strict
+from router.tools import MAX_NUM_TOOLS, NamedTool, Tool, ToolCall, ToolChoice, forced_grammar
 
 MAX_NUM_MESSAGES = 4_096
 MAX_NUM_SEQUENCES = 128
@@ -54,7 +55,6 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "include_stop_str_in_output": (False,),
     "length_penalty": (1,),
     "modalities": (["text"],),
-    "parallel_tool_calls": (True, False),
     "prediction": (),
     "prompt_logprobs": (),
     "reasoning_effort": (),
@@ -63,8 +63,6 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "spaces_between_special_tokens": (True,),
     "store": (False,),
     "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "use_beam_search": (False,),
     "verbosity": (),
     "web_search_options": (),
@@ -73,7 +71,6 @@ _UNSUPPORTED_IN_MESSAGES: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "function_call": (),
     "refusal": (),
-    "tool_calls": ([],),
 }
 
 
@@ -142,12 +139,30 @@ class StreamOptions(Strict):
 
 class Message(Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str, BeforeValidator(_content)]
+    content: Annotated[str | None, BeforeValidator(_content)] = None
     name: str | None = None
     tool_call_id: str | None = None
+    tool_calls: list[ToolCall] | None = Field(default=None, max_length=MAX_NUM_TOOLS)
 
-    def for_template(self) -> dict[str, str]:
-        return self.model_dump(exclude_none=True)
+    def for_template(self) -> dict[str, Any]:
+        fields = self.model_dump(exclude_none=True, exclude={"tool_calls"})
+        if self.tool_calls:
+            fields["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        return {"content": ""} | fields
+
+
+def _check_messages(messages: list[Message]) -> None:
+    for index, message in enumerate(messages):
+        wrong = None
+        if message.tool_calls and message.role != "assistant":
+            wrong = "tool_calls", f"only an assistant's message may have them, and this one's role is {message.role!r}"
+        elif message.tool_call_id is not None and message.role != "tool":
+            wrong = "tool_call_id", f"only a tool's message may have one, and this one's role is {message.role!r}"
+        elif message.content is None and not message.tool_calls:
+            wrong = "content", "required field is missing; only an assistant's message with tool_calls may be without"
+        if wrong is not None:
+            path = f"messages[{index}].{wrong[0]}"
+            raise invalid(f"{path}: {wrong[1]}", path)
 
 
 _StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
@@ -276,6 +291,18 @@ class ChatCompletionRequest(GenerateRequest):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Tool] | None = Field(default=None, max_length=MAX_NUM_TOOLS)
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+
+    @property
+    def usable_tools(self) -> list[Tool]:
+        """Those that the model is told of."""
+        return [] if self.tool_choice == "none" else self.tools or []
+
+    def grammars(self) -> list[tuple[str, Grammar]]:
+        forced = forced_grammar(self.usable_tools, self.tool_choice, is_parallel=self.parallel_tool_calls is not False)
+        return super().grammars() + ([] if forced is None else [("tool_choice", forced)])
 
     @property
     def num_logprobs(self) -> int | None:
@@ -290,6 +317,18 @@ class ChatCompletionRequest(GenerateRequest):
         return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
     def check(self) -> None:
+        _check_messages(self.messages)
+        names = [tool.function.name for tool in self.tools or ()]
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise invalid(f"tools: the function {twice!r} is there twice; rename one", "tools")
+        if self.tool_choice not in (None, "none", "auto") and not names:
+            raise invalid("tool_choice: demands a call, and there are no tools; give tools", "tool_choice")
+        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
+            raise invalid(
+                f"tool_choice: {self.tool_choice.function.name!r} is none of the tools ({', '.join(names)})",
+                "tool_choice",
+            )
         super().check()
         if self.top_logprobs and not self.logprobs:
             raise invalid(f"top_logprobs: {self.top_logprobs} asks for logprobs = true as well", "top_logprobs")
@@ -344,6 +383,7 @@ class TokenizeRequest(Strict):
     def check(self) -> None:
         if (self.prompt is None) == (self.messages is None):
             raise invalid("prompt: give either prompt or messages", "prompt")
+        _check_messages(self.messages or [])
 
 
 class DetokenizeRequest(Strict):

@@ -17,15 +17,18 @@ from typing import Any, TypeVar
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
+from router.call_text import CallReader, TaggedCalls
 from router.detokenizer import token_table
 from router.errors import invalid
 from router.prefix_index import PromptPrefix
 from router.token_lengths import TokenLengths
+from router.tool_prompt import CALL_CLOSING, CALL_OPENING, with_tools
 
 T = TypeVar("T")
 
@@ -60,6 +63,7 @@ class ChatTokenizer:
         self._special_tokens = {name: _content(config[name]) for name in _SPECIAL_TOKENS if config.get(name)}
         self._template_source = _template_source(model_dir, config)
         self._template = None if self._template_source is None else _compile(self._template_source)
+        self._template_variables = _variables(self._template_source or "")
         self._lengths = TokenLengths(self.tokenizer)
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
 
@@ -86,10 +90,11 @@ class ChatTokenizer:
 
     def render_chat(
         self,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool,
         continue_final_message: bool = False,
+        tools: Sequence[dict[str, Any]] = (),
         variables: Mapping[str, Any] | None = None,
     ) -> str:
         """Messages as the text that the model was trained on. Raises ApiError if the template refuses them.
@@ -105,10 +110,13 @@ class ChatTokenizer:
             )
         if "developer" not in self._template_source:
             messages = [m | {"role": "system"} if m["role"] == "developer" else m for m in map(dict, messages)]
+        shown = [dict(message) for message in messages]
+        if not self.has_tool_template:
+            shown = with_tools(shown, tools)
         own: dict[str, Any] = {
-            "messages": [dict(message) for message in messages],
+            "messages": shown,
             "add_generation_prompt": add_generation_prompt and not continue_final_message,
-            "tools": None,
+            "tools": list(tools) or None,
             "documents": None,
             **self._special_tokens,
         }
@@ -128,6 +136,18 @@ class ChatTokenizer:
                 "messages",
             ) from None
         return _cut_behind(text, messages[-1]["content"]) if continue_final_message else text
+
+    @property
+    def has_tool_template(self) -> bool:
+        """The model's template shows tools, calls and their results; else they are told as text."""
+        return "tools" in self._template_variables
+
+    def call_reader(self) -> CallReader:
+        """For the calls in this model's text."""
+        source = self._template_source or ""
+        if self.has_tool_template and CALL_OPENING not in source and "<|start_header_id|>" in source:
+            return TaggedCalls("", "")  # Llama 3
+        return TaggedCalls(CALL_OPENING, CALL_CLOSING)
 
     def close(self) -> None:
         self._worker.shutdown(wait=False, cancel_futures=True)
@@ -196,10 +216,19 @@ class _GenerationTag(jinja2.ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _compile(source: str) -> jinja2.Template:
-    environment = ImmutableSandboxedEnvironment(
+def _environment() -> ImmutableSandboxedEnvironment:
+    return ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
     )
+
+
+def _variables(source: str) -> set[str]:
+    """What a template asks its caller for."""
+    return jinja2.meta.find_undeclared_variables(_environment().parse(source))
+
+
+def _compile(source: str) -> jinja2.Template:
+    environment = _environment()
 
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)

@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 IM_START, IM_END = "<|im_start|>", "<|im_end|>"
 TEMPLATE = (
     "{% for message in messages %}"
-    "{% if message['role'] == 'tool' %}{{ raise_exception('tools are unknown here') }}{% endif %}"
+    "{% if message.name is defined %}{{ raise_exception('names are unknown here') }}{% endif %}"
     "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"

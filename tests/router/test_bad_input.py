@@ -51,7 +51,7 @@ CHAT_CASES: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
     "messages of a wrong type": ({"messages": "hi"}, "messages", ("list", "'hi'")),
     "unknown role": ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role", ("'robot'", "'user'")),
     "no content": ({"messages": [{"role": "user"}]}, "messages[0].content", ("missing",)),
-    "null content": ({"messages": [{"role": "assistant", "content": None}]}, "messages[0].content", ("string",)),
+    "null content": ({"messages": [{"role": "assistant", "content": None}]}, "messages[0].content", ("missing",)),
     "image part": (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
         "messages[0].content",
@@ -64,10 +64,14 @@ CHAT_CASES: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
     ),
     "tool calls": (
         {"messages": [{"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}]},
-        "messages[0].tool_calls",
-        ("not supported",),
+        "messages[0].tool_calls[0].function",
+        ("missing",),
     ),
-    "template refuses": ({"messages": [{"role": "tool", "content": "x"}]}, "messages", ("tools are unknown here",)),
+    "template refuses": (
+        {"messages": [{"role": "user", "content": "x", "name": "y"}]},
+        "messages",
+        ("names are unknown here",),
+    ),
     "model of a wrong type": ({"model": 5}, "model", ("string",)),
     "max_tokens 0": ({"max_tokens": 0}, "max_tokens", ("greater than or equal to 1", "got 0")),
     "max_tokens negative": ({"max_tokens": -5}, "max_tokens", ("got -5",)),
@@ -96,7 +100,6 @@ CHAT_CASES: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
     "top_logprobs alone": ({"top_logprobs": 2}, "top_logprobs", ("logprobs = true",)),
     "top_logprobs 21": ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", ("20",)),
     "unknown field": ({"frobnicate": 1}, "frobnicate", ("unknown field",)),
-    "tools": ({"tools": [{"type": "function"}]}, "tools", ("not supported",)),
     "response_format": (
         {"response_format": {"type": "xml"}},
         "response_format.type",
