@@ -17,12 +17,15 @@ from enum import Enum, auto
 
 from router.amounts import NOTHING, Amounts
 
-LEAD_S = 0.1
+LEAD_S = 0.3
 """So long before its slot a place is held, if there is one by then; a retry may be early by so much."""
 HOLD_S = 0.25
 CLAIM_S = 1.5
 """Longer than a second: who reads `Retry-After` waits for whole ones."""
 MAX_NUM_BOOKINGS = 10_000
+
+KEEP_S = 5.0
+"""So long it is known who claimed it: while that waits for its place, and asks for more."""
 
 Claimant = tuple[str, int]
 """A router, and its key for the request."""
@@ -115,14 +118,15 @@ class Bookings:
         if booking.state is BookingState.CLAIMED:
             return
         # Everything is taken out of the sums, and what is left put back in.
-        self._move(booking, BookingState.CLAIMED, now + CLAIM_S)
+        self._move(booking, BookingState.CLAIMED, now + KEEP_S)
         booking.amounts = Amounts(*(max(0, a - b) for a, b in zip(booking.amounts, amounts, strict=True)))
         if booking.amounts != NOTHING:
             booking.slot_at = now
             self._move(booking, BookingState.DUE, now + HOLD_S)
 
     def postpone(self, booking: Booking, amounts: Amounts, slot_at: float) -> None:
-        """It came in time and there was no place: it gets another slot, under the same token."""
+        """It came on time and there was no place: it gets another slot, under the same token."""
+        assert booking.state is not BookingState.GONE
         self._move(booking, BookingState.CLAIMED, booking.changes_at)
         booking.claimant = None
         booking.amounts, booking.slot_at, booking.is_postponed = amounts, slot_at, True

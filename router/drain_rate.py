@@ -9,8 +9,10 @@ from dataclasses import dataclass
 WINDOW_S = 10.0
 _BUCKET_S = 0.5
 _MIN_MEASURED_S = 1.0
-# Of k departures to come, this many times the root of k are added: so many take place by then nearly always.
+_SPARE = 0.1
+"""This part of the drain is promised to nobody: with all of it promised, each delay would add to the next."""
 _CAUTION = 1.0
+"""So many times the root of k departures are added to k of them: they vary by that."""
 
 
 @dataclass(slots=True)
@@ -59,10 +61,18 @@ class DrainRate:
             # take as long.
             idle_s = now - (since if self._last_drained is None else self._last_drained)
             return max(_MIN_MEASURED_S, idle_s) * (1 + max(0, amount - 1) / max(1, self._limit))
-        measured_s = now - max(since, self._buckets[0].index * _BUCKET_S)
-        amount_per_s = self._amount / max(measured_s, _MIN_MEASURED_S)
         each = self._amount / max(1, self._num_departures)
-        return (amount + _CAUTION * math.sqrt(max(0, amount) * each)) / amount_per_s
+        return self.spacing_s(amount + _CAUTION * math.sqrt(max(0, amount) * each), now)
+
+    def spacing_s(self, amount: float, now: float) -> float:
+        """Seconds between promises of so much each."""
+        if not self._amount:
+            return 0.0
+        since = self._buckets[0].index * _BUCKET_S
+        if self._since is not None:
+            since = max(since, self._since)
+        amount_per_s = self._amount / max(now - since, _MIN_MEASURED_S)
+        return amount * (1 + _SPARE) / amount_per_s
 
     def _expire(self, now: float) -> None:
         oldest = int((now - WINDOW_S) / _BUCKET_S)

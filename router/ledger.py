@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from router.amounts import NOTHING, Amounts, Limits
 from router.bookings import Booking, Bookings, BookingState
@@ -31,8 +31,12 @@ from router.drain_rate import DrainRate
 MIN_RETRY_AFTER_S = 0.1
 MAX_RETRY_AFTER_S = 60.0
 """Nothing is promised beyond; clients do not wait for longer either."""
-PATIENCE_S = 0.4
-"""So long somebody waits for a place that is free but booked, or on time for one that is not free yet."""
+MAX_STRETCH = 1.1
+"""So much later than need be a slot may be, for slots to be some way apart."""
+PATIENCE_S = 0.5
+"""So long somebody waits for a place that is free but booked."""
+CLAIM_PATIENCE_S = 1.5
+"""So long somebody on time waits for a place that is not free yet: less than routers wait for an answer."""
 TIGHTEN_TIMEOUT_S = 0.5
 """A router that does not confirm for so long is not waited for: it is hung, and what it has is not to be had."""
 # The queue is loosened when so much is not lent, and routers are lent shares of that.
@@ -65,7 +69,7 @@ class _Waiting:
     until: float
     """So long it waits for what is booked for others, or, on time, for what is booked for itself."""
     booking: Booking | None
-    is_on_time: bool
+    is_on_time: bool = False
     """Else it has no booking, or is early."""
 
 
@@ -99,6 +103,7 @@ class Ledger:
         """By their arrival."""
         self._wakes_at: float | None = None
         self._bookings = Bookings(secret)
+        self._last_slot_at = 0.0
         self._is_tight = True
         self._serial = 0
         """Of the latest demand to tighten."""
@@ -179,17 +184,9 @@ class Ledger:
         if not amounts.covers(NOTHING):
             self.num_ignored += 1
             amounts = Amounts(max(0, amounts.requests), max(0, amounts.tokens))
-        self._bookings.advance(now)
-        needed, claimant = self.limits.bounded(amounts), (router, ask.key)
-        booking = self._bookings.find(ask.token, claimant) if ask.token else None
-        is_on_time = booking is not None and booking.state is not BookingState.UPCOMING
-        if booking is not None and is_on_time:
-            self._bookings.claim(booking, needed, claimant, now)
-        waiting = _Waiting(router, ask.key, needed, ask.alias, now + PATIENCE_S, booking, is_on_time)
-        if booking is not None and is_on_time:
-            insort(self._on_time, waiting, key=_slot_at)
-        else:
-            self._others.append(waiting)
+        booking = self._bookings.find(ask.token, (router, ask.key)) if ask.token else None
+        needed = self.limits.bounded(amounts)
+        self._others.append(_Waiting(router, ask.key, needed, ask.alias, now + PATIENCE_S, booking))
         return self._decide(now)
 
     def returned(self, router: str, amounts: Amounts, now: float) -> list[To]:
@@ -274,6 +271,7 @@ class Ledger:
             self._wakes_at = self._recovers_until if self._on_time or self._others else None
             return []
         self._bookings.advance(now)
+        self._let_forward(now)
         messages: list[To] = []
         # What is not to be had: for those on time, what those before them wait for; for others, what is due as well.
         taken, self._on_time = self._decide_in_order(self._on_time, NOTHING, messages, now)
@@ -290,6 +288,20 @@ class Ledger:
             self._unconfirmed.clear()
         self._wakes_at = self._next_decision_at(now)
         return messages
+
+    def _let_forward(self, now: float) -> None:
+        """Whose time has come goes before others."""
+        others = []
+        for ask in self._others:
+            booking = ask.booking
+            if booking is None or booking.state is BookingState.UPCOMING:
+                others.append(ask)
+            elif booking.state is BookingState.GONE:
+                others.append(replace(ask, booking=None))
+            else:
+                self._bookings.claim(booking, ask.needed, (ask.router, ask.key), now)
+                insort(self._on_time, replace(ask, until=now + CLAIM_PATIENCE_S, is_on_time=True), key=_slot_at)
+        self._others = others
 
     def _decide_in_order(
         self, asks: Iterable[_Waiting], booked: Amounts, messages: list[To], now: float
@@ -390,6 +402,8 @@ class Ledger:
     def _promise(self, ask: _Waiting, needed: Amounts, free: Amounts, booked: Amounts, now: float) -> tuple[float, str]:
         """Seconds until there is room for it, and its token. `booked`: what those who wait before it need."""
         bookings, booking = self._bookings, ask.booking
+        if booking is not None and booking.state is BookingState.GONE:
+            booking = None
         if booking is not None and not ask.is_on_time:
             return booking.slot_at - now, booking.token
         if booking is None:
@@ -398,18 +412,19 @@ class Ledger:
             needed = needed.plus(booking.amounts)
             booked = booked.plus(bookings.due).plus(bookings.postponed)
         missing = booked.plus(needed).minus(free)
-        waits = [
-            drain.wait_s(amount, now)
-            for drain, amount, wanted in zip(self._drains, missing, needed, strict=True)
-            if wanted and amount > 0
-        ]
-        wait_s = max(waits, default=0.0)
+        wait_s, spacing_s = MIN_RETRY_AFTER_S, 0.0
+        for drain, amount, wanted in zip(self._drains, missing, needed, strict=True):
+            if wanted and amount > 0 and (of_this_s := drain.wait_s(amount, now)) > wait_s:
+                wait_s, spacing_s = of_this_s, drain.spacing_s(wanted, now)
+        if booking is None:
+            # Not all at once, though they were refused at once.
+            wait_s = min(max(wait_s, self._last_slot_at + spacing_s - now), wait_s * MAX_STRETCH)
         if wait_s > MAX_RETRY_AFTER_S:
             if booking is not None:
                 bookings.drop(booking)
             return MAX_RETRY_AFTER_S, ""
-        wait_s = max(MIN_RETRY_AFTER_S, wait_s)
         if booking is None:
+            self._last_slot_at = now + wait_s
             return wait_s, bookings.book(needed, now + wait_s, ask.alias)
         bookings.postpone(booking, needed, now + wait_s)
         return wait_s, booking.token

@@ -1,8 +1,11 @@
 """A ledger and its routers in one thread: messages that take their time, routers and ledgers that die, all from a seed.
 
 Checked whenever anything happens: what all requests hold is within the limits, whoever believes what; nobody is refused
-while a router keeps something idle; what is lent and what is held add up. `python -m tests.router.ledger_simulation
---attempts 1000000` runs for long.
+while there is room, be it idle in a router; what is lent and what is held add up. Who is refused comes back on time, or
+early, or late, or with a token that nobody gave, or not at all. Without faults: everybody who waits has an answer in
+time, and who is on time is refused only after it has waited.
+
+`python -m tests.router.ledger_simulation --attempts 1000000` runs for long.
 """
 
 from __future__ import annotations
@@ -29,10 +32,18 @@ from router.control_messages import (
     Tightened,
 )
 from router.lease import Lease
-from router.ledger import Ledger
+from router.ledger import CLAIM_PATIENCE_S, Ledger
 
 VALID_S, GRACE_S, RECOVERY_S = 5.0, 10.0, 6.0
 HEARTBEAT_S = 1.0
+
+
+@dataclass
+class Asked:
+    ask: Ask
+    at: float
+    is_on_time: bool
+    is_patient: bool
 
 
 @dataclass
@@ -42,7 +53,7 @@ class Router:
     is_connected: bool = False
     connection: int = 0
     """Messages of earlier ones are lost."""
-    asked: dict[int, Amounts] = field(default_factory=dict)
+    asked: dict[int, Asked] = field(default_factory=dict)
     drained: Amounts = NOTHING
 
 
@@ -53,6 +64,8 @@ class Figures:
     num_admitted_without_asking: int = 0
     num_refused: int = 0
     num_given_up: int = 0
+    num_on_time: int = 0
+    num_on_time_admitted: int = 0
     most: Amounts = NOTHING
 
 
@@ -214,8 +227,8 @@ class Simulation:
         router.is_connected, router.connection = True, router.connection + 1
         router.lease.lost(self.now)
         self.send(router, Resume(router.lease.lent))
-        for key, amounts in router.asked.items():
-            self.send(router, Ask(key, amounts))
+        for asked in router.asked.values():
+            self.send(router, asked.ask)
         self._travel(router, lambda: self.at_router(router, Bounds(self.limits)), to_ledger=False)
 
     def arrive(self, router: Router) -> None:
@@ -223,20 +236,52 @@ class Simulation:
             return
         self.later(self.random.expovariate(self.arrivals_per_s), lambda: self.arrive(router))
         self.figures.num_attempts += 1
-        key = next(self._keys)
         amounts = Amounts(self.random.choice([1, 1, 1, 2, 4]), self.random.choice([1, 10, 100, 300]))
+        self.attempt(router, amounts, token="", alias=self.random.choice(["", f"alias {self.figures.num_attempts}"]))
+
+    def attempt(self, router: Router, amounts: Amounts, token: str, alias: str, is_on_time: bool = False) -> None:
+        """Take what is idle, or ask for it."""
+        key = next(self._keys)
         if router.lease.take(key, amounts, self.now):
             self.figures.num_admitted_without_asking += 1
             self.admitted(router, key)
             return
-        router.asked[key] = amounts
-        self.send(router, Ask(key, amounts))
+        is_patient = self.random.random() < 0.95
+        self.figures.num_on_time += is_on_time
+        router.asked[key] = Asked(Ask(key, amounts, token, alias), self.now, is_on_time, is_patient)
+        self.send(router, router.asked[key].ask)
 
         def give_up() -> None:
             if router.asked.pop(key, None) is not None:
+                assert self.with_faults or not is_patient, "no answer"
                 self.figures.num_given_up += 1
 
-        self.later(2.0 if self.random.random() < 0.95 else self.random.random() * 0.01, give_up)
+        self.later(2.0 if is_patient else self.random.random() * 0.01, give_up)
+
+    def come_back(self, amounts: Amounts, alias: str, refused: Refused) -> None:
+        """At any router, with or without the token, in time or not."""
+        delay_s, token, is_on_time = refused.retry_after_s, refused.token, False
+        match self.random.choice(["on time", "on time", "on time", "early", "late", "forged", "never"]):
+            case "on time":
+                delay_s += self.random.random() * 0.2
+                is_on_time = bool(token)
+            case "early":
+                delay_s *= self.random.random()
+            case "late":
+                delay_s += self.random.random() * 5
+            case "forged":
+                token = self.random.choice(["0" * 32, "?", token[:-1]])
+            case "never":
+                return
+        if not is_on_time and alias and self.random.random() < 0.5:
+            token = alias
+
+        def again() -> None:
+            if self.figures.num_attempts < 10**12 and self.routers:
+                router = self.random.choice(list(self.routers.values()))
+                self.attempt(router, amounts, token, alias, is_on_time)
+
+        self.later(delay_s, again)
 
     def at_router(self, router: Router, message: ControlToRouter) -> None:
         router.lease.heard(self.now)
@@ -244,13 +289,19 @@ class Simulation:
             case Bounds(limits):
                 router.lease.bounded_by(limits)
             case Granted(key, lent, kept):
-                wanted = router.asked.pop(key, None)
-                router.lease.granted(None if wanted is None else key, wanted or NOTHING, lent, kept)
-                if wanted is not None:
+                asked = router.asked.pop(key, None)
+                wanted = NOTHING if asked is None else asked.ask.amounts
+                router.lease.granted(None if asked is None else key, wanted, lent, kept)
+                if asked is not None:
+                    self.figures.num_on_time_admitted += asked.is_on_time
                     self.admitted(router, key)
                 self.give_back(router)
             case Refused(key):
-                router.asked.pop(key, None)
+                asked = router.asked.pop(key, None)
+                if asked is not None:
+                    has_waited = self.now - asked.at >= CLAIM_PATIENCE_S
+                    assert self.with_faults or has_waited or not asked.is_on_time, "on time, and refused at once"
+                    self.come_back(asked.ask.amounts, asked.ask.alias, message)
             case Tighten(serial):
                 surplus = router.lease.tighten()
                 if surplus != NOTHING:

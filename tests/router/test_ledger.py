@@ -152,37 +152,6 @@ def test_a_new_connection_of_a_router_forgets_what_the_old_one_asked() -> None:
     assert ledger.returned("a", ONE, 0.2) == []
 
 
-def draining(per_s: int, **limits: Any) -> Ledger:
-    """Full, at 10.0; that many requests have left it each second, and others have taken their places."""
-    ledger = ledger_of("a", "b", **limits)
-    fill(ledger, "a", Amounts(*(limits.get(name, 0) for name in ("requests", "tokens"))))
-    for tenth in range(1, 101):
-        ledger.reported("a", NOTHING, Amounts(per_s // 10, 100 * per_s // 10), tenth / 10)
-    ask(ledger, "b", 999, Amounts(10**6, 10**6), 10.0)  # refused at once: more than there is
-    return ledger
-
-
-def test_each_refusal_gets_a_later_slot() -> None:
-    ledger = draining(10, requests=10)
-    ask(ledger, "b", 1, ONE, 10.0)
-    first = only(ledger.tightened("a", 1, 10.0))
-    refusals = [first] + [only(ask(ledger, "b", key, ONE, 10.0)) for key in range(2, 101)]
-    waits = [refused.retry_after_s for refused in refusals]
-    assert waits == sorted(set(waits))
-    assert 0.1 <= waits[0] <= 0.25
-    assert 10.0 <= waits[-1] <= 11.5  # the hundredth, with some caution
-    assert len({refused.token for refused in refusals}) == 100
-
-
-def test_a_slot_of_tokens_is_for_as_many_as_are_asked_for() -> None:
-    ledger = draining(10, tokens=5000)  # 1,000 tokens per second
-    ask(ledger, "b", 1, Amounts(0, 4000), 10.0)
-    refused = only(ledger.tightened("a", 1, 10.0))
-    assert refused.field == "max_num_queued_tokens"
-    assert 4.0 <= refused.retry_after_s <= 5.0
-    assert 5.0 <= only(ask(ledger, "b", 2, Amounts(0, 1000), 10.0)).retry_after_s <= 6.0
-
-
 def test_retry_after_grows_while_nothing_leaves() -> None:
     waits = []
     for now in (0.5, 7.0, 25.0, 500.0):
@@ -285,12 +254,12 @@ def test_limits_hold_and_no_room_is_left_unused(limits: Limits, num_routers: int
     simulation = Simulation(
         num_routers, num_routers=num_routers, limits=limits, with_faults=with_faults, arrivals_per_s=arrivals_per_s
     )
-    simulation.run(600)
+    simulation.run(300)
     simulation.drain()
     figures = simulation.figures
     assert figures.num_admitted > 50
     assert all(router.lease.taken == NOTHING for router in simulation.routers.values())
     if not with_faults:
-        assert figures.num_admitted + figures.num_refused + figures.num_given_up >= 600
+        assert figures.num_admitted + figures.num_refused + figures.num_given_up >= 300
         assert simulation.ledger is not None
         assert simulation.ledger.counts().num_requests == 0
