@@ -68,6 +68,32 @@ static void release(Blocks *blocks)
     PyBuffer_Release(&blocks->ids);
 }
 
+/* The place of the first id that no block has, or -1. */
+static Py_ssize_t find_wrong(const Py_buffer *ids, Py_ssize_t num_blocks)
+{
+    const int32_t *values = ids->buf;
+    for (Py_ssize_t i = 0; i < ids->shape[0]; i++)
+        if (values[i] < 0 || values[i] >= num_blocks)
+            return i;
+    return -1;
+}
+
+static PyObject *are_blocks(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    PyObject *object;
+    Py_ssize_t num_blocks;
+    Py_buffer ids;
+    if (!PyArg_ParseTuple(args, "On:are_blocks", &object, &num_blocks))
+        return NULL;
+    if (get_array(object, &ids, PyBUF_SIMPLE, 1, "i") < 0) {
+        PyErr_Clear();
+        Py_RETURN_FALSE;
+    }
+    Py_ssize_t wrong = find_wrong(&ids, num_blocks);
+    PyBuffer_Release(&ids);
+    return PyBool_FromLong(wrong < 0);
+}
+
 /* To be released afterwards, unless it fails. */
 static int get_blocks(Blocks *blocks, PyObject *pool, PyObject *ids, int flags)
 {
@@ -77,14 +103,12 @@ static int get_blocks(Blocks *blocks, PyObject *pool, PyObject *ids, int flags)
         PyBuffer_Release(&blocks->pool);
         return -1;
     }
-    for (Py_ssize_t i = 0; i < count_of(blocks); i++) {
-        int32_t id = ids_of(blocks)[i];
-        if (id < 0 || id >= blocks->pool.shape[0]) {
-            PyErr_Format(PyExc_ValueError, "the pool has blocks 0 to %zd, and block %d was asked for",
-                         blocks->pool.shape[0] - 1, (int)id);
-            release(blocks);
-            return -1;
-        }
+    Py_ssize_t num_blocks = blocks->pool.shape[0], wrong = find_wrong(&blocks->ids, num_blocks);
+    if (wrong >= 0) {
+        PyErr_Format(PyExc_ValueError, "the pool has blocks 0 to %zd, and block %d was asked for", num_blocks - 1,
+                     (int)ids_of(blocks)[wrong]);
+        release(blocks);
+        return -1;
     }
     return 0;
 }
@@ -308,6 +332,7 @@ static int execute(PyObject *module)
 }
 
 static PyMethodDef methods[] = {
+    {"are_blocks", are_blocks, METH_VARARGS, "are_blocks($module, ids, num_blocks, /)\n--\n\n"},
     {"copy", copy_blocks, METH_VARARGS, "copy($module, source, source_blocks, target, target_blocks, /)\n--\n\n"},
     {"send", send_blocks, METH_VARARGS, "send($module, sock, header, pool, blocks, deadline, /)\n--\n\n"},
     {"receive", receive_blocks, METH_VARARGS, "receive($module, sock, header, pool, blocks, /)\n--\n\n"},

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from kv_transfer.extension import ExtensionMissingError, load
 from kv_transfer.transport import BlockIds
 
 Positions = npt.NDArray[np.int64]
 
 
+def are_blocks_in_python(ids: npt.NDArray[Any], num_blocks: int, /) -> bool:
+    """Whether this is a contiguous int32 vector of blocks of a pool of `num_blocks`."""
+    if ids.ndim != 1 or ids.dtype != np.int32 or not ids.flags.c_contiguous:
+        return False
+    return not ids.size or (int(ids.min()) >= 0 and int(ids.max()) < num_blocks)
+
+
 def check_block_ids(ids: npt.NDArray[Any], num_blocks: int, whose: str) -> BlockIds:
     """`ids` as a contiguous int32 vector. Raises ValueError unless all are blocks of a pool of `num_blocks`."""
+    if are_blocks(ids, num_blocks):
+        return ids
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise ValueError(f"{whose} blocks are a list of ids, not {ids.dtype} of shape {list(ids.shape)}")
     if ids.size:
@@ -43,3 +55,8 @@ def find_runs(*ids: BlockIds) -> tuple[Positions, Positions]:
         is_break[1:] |= blocks[1:] != blocks[:-1] + 1
     firsts = np.flatnonzero(is_break)
     return firsts, np.diff(np.append(firsts, num_blocks))
+
+
+are_blocks: Callable[[npt.NDArray[Any], int], bool] = are_blocks_in_python
+with suppress(ExtensionMissingError):
+    are_blocks = load("kv_transfer._block_moves").are_blocks

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kv_transfer import block_moves
@@ -18,11 +17,13 @@ from kv_transfer.block_moves import Pool
 from kv_transfer.block_runs import check_block_ids, check_pairs
 from kv_transfer.memory import KvMemory
 from kv_transfer.pulls import Pull, Pulls, join
-from kv_transfer.transport import BlockIds, Endpoint, FailureReason, OnEnd, Peer, TransferEnd, TransportStats
+from kv_transfer.transport import BlockIds, Endpoint, FailureReason, OnEnd, Peer, Transfer, TransferEnd, TransportStats
 
 _log = logging.getLogger(__name__)
 
 PART_BYTES = 1 << 20
+_DONE = TransferEnd()
+_CLOSED = "the peer was closed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ class CopyPeer:
     def close(self) -> None:
         # In this order: a pull that still finds the blocks has been added before, and is stopped.
         self.blocks = None
-        self._pulls.stop_all(self, FailureReason.PEER_LOST, "the peer was closed")
+        self._pulls.stop_all(self, FailureReason.PEER_LOST, _CLOSED)
 
 
 class CopyLane:
@@ -70,30 +71,29 @@ class CopyLane:
         local_blocks: BlockIds,
         timeout_s: float,
         on_end: OnEnd,
-    ) -> Pull:
+    ) -> Transfer:
         """`KvTransport.pull` into `memory`."""
         assert isinstance(peer, CopyPeer)
         check_pairs(remote_blocks, local_blocks)
         target_blocks = check_block_ids(local_blocks, memory.num_blocks, "this rank's")
         num_bytes = len(target_blocks) * memory.block_size_bytes
+        if num_bytes <= PART_BYTES:
+            return self._pulls.do_at_once(
+                len(target_blocks), num_bytes, lambda: _copy_at_once(peer, remote_blocks, memory, target_blocks), on_end
+            )
         pull = self._pulls.add(peer, len(target_blocks), num_bytes, timeout_s, on_end)
         source = peer.blocks
         if source is None:
-            self._pulls.stop(pull, FailureReason.PEER_LOST, "the peer was closed")
+            self._pulls.stop(pull, FailureReason.PEER_LOST, _CLOSED)
             return pull
         try:
             source_blocks = check_block_ids(remote_blocks, len(source), "the peer's")
         except ValueError as error:
             self._pulls.stop(pull, FailureReason.BACKEND, str(error))
             return pull
-        job = _Job(pull, source, source_blocks, memory.blocks, target_blocks)
-        if num_bytes <= PART_BYTES:
-            if pull.begin():
-                pull.finish(_copy(job))
-        else:
-            self._start_thread()
-            # Behind the end of the thread, it is left to the keeper.
-            self._jobs.put(job)
+        self._start_thread()
+        # Behind the end of the thread, it is left to the keeper.
+        self._jobs.put(_Job(pull, source, source_blocks, memory.blocks, target_blocks))
         return pull
 
     def _start_thread(self) -> None:
@@ -125,21 +125,33 @@ class CopyLane:
         self._pulls.close(deadline)
 
 
-def _copy(job: _Job) -> TransferEnd:
+def _copy_at_once(peer: CopyPeer, remote_blocks: BlockIds, memory: KvMemory, target_blocks: BlockIds) -> TransferEnd:
+    source = peer.blocks
+    if source is None:
+        return TransferEnd(FailureReason.PEER_LOST, _CLOSED)
     try:
-        for _ in copy_blocks(job.source, job.source_blocks, job.target, job.target_blocks):
+        source_blocks = check_block_ids(remote_blocks, len(source), "the peer's")
+        block_moves.copy(source, source_blocks, memory.blocks, target_blocks)
+    except ValueError as error:
+        return TransferEnd(FailureReason.BACKEND, str(error))
+    except Exception as error:
+        return _failed(error)
+    return _DONE
+
+
+def _failed(error: Exception) -> TransferEnd:
+    _log.exception("A copy between pools has failed")
+    return TransferEnd(FailureReason.BACKEND, repr(error))
+
+
+def _copy(job: _Job) -> TransferEnd:
+    num_blocks_per_part = max(PART_BYTES // job.source.shape[1], 1)
+    try:
+        for first in range(0, len(job.source_blocks), num_blocks_per_part):
+            part = slice(first, first + num_blocks_per_part)
+            block_moves.copy(job.source, job.source_blocks[part], job.target, job.target_blocks[part])
             if job.pull.failure is not None:
                 break
     except Exception as error:
-        _log.exception("A copy between pools has failed")
-        return TransferEnd(FailureReason.BACKEND, repr(error))
-    return TransferEnd()
-
-
-def copy_blocks(source: Pool, source_blocks: BlockIds, target: Pool, target_blocks: BlockIds) -> Iterator[None]:
-    """Copy pair by pair; yields after each part."""
-    num_blocks_per_part = max(PART_BYTES // source.shape[1], 1)
-    for first in range(0, len(source_blocks), num_blocks_per_part):
-        part = slice(first, first + num_blocks_per_part)
-        block_moves.copy(source, source_blocks[part], target, target_blocks[part])
-        yield
+        return _failed(error)
+    return _DONE

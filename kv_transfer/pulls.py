@@ -3,7 +3,8 @@
 A pull is **queued** until a thread of the transport takes it (`begin`), then **running** until that thread tells its
 end (`finish`). `stop` (cancelled, out of time, peer closed) is asked for by anybody: a running pull's thread is
 interrupted and finishes with the reason that was asked for first; a queued one is ended by the keeper, the one
-thread here, which also watches the deadlines. Callbacks run on those threads, without the lock.
+thread here, which also watches the deadlines. Callbacks run on those threads, without the lock. A pull that takes no
+time may be done by its caller instead, and has no states (`do_at_once`).
 
 Shared state: everything of a pull but its constants, under the one lock of its `Pulls`.
 """
@@ -20,6 +21,8 @@ from enum import Enum, auto
 from kv_transfer.transport import FailureReason, OnEnd, TransferEnd, TransferError, TransportStats
 
 _log = logging.getLogger(__name__)
+
+_INTERRUPTED = TransferEnd(FailureReason.BACKEND, "interrupted")
 
 
 class _State(Enum):
@@ -54,7 +57,7 @@ class Pull:
 
         `interrupt` is called from any thread, at most once and not after `finish`; it must not block.
         """
-        with self._pulls.changed:
+        with self._pulls._lock:
             if self._state is not _State.QUEUED or self._failure is not None:
                 return False
             self._state = _State.RUNNING
@@ -69,11 +72,23 @@ class Pull:
         self._pulls.stop(self, FailureReason.TIMEOUT, "cancelled")
 
 
+class EndedTransfer:
+    """One that had ended when its caller got it."""
+
+    def cancel(self) -> None:
+        pass
+
+
+_ENDED = EndedTransfer()
+
+
 class Pulls:
     def __init__(self, name: str) -> None:
         self._name = name
-        self.changed = threading.Condition()
+        self._lock = threading.Lock()
+        self.changed = threading.Condition(self._lock)
         self._live: set[Pull] = set()
+        self._num_at_once = 0
         self._stats = TransportStats()
         self._keeper: threading.Thread | None = None
         self._wakes_at = float("inf")
@@ -83,8 +98,7 @@ class Pulls:
         """A queued pull, `owner`'s (`stop_all`). Raises TransferError (`backend`) after `close`."""
         pull = Pull(self, owner, num_blocks, num_bytes, timeout_s, on_end)
         with self.changed:
-            if self._is_closed:
-                raise TransferError(FailureReason.BACKEND, f"the {self._name} transport is closed")
+            self._check_open()
             if self._keeper is None:
                 self._keeper = threading.Thread(target=self._keep, name=f"kv-{self._name}-keeper", daemon=True)
                 self._keeper.start()
@@ -92,6 +106,33 @@ class Pulls:
             if pull.deadline < self._wakes_at:
                 self.changed.notify_all()
         return pull
+
+    def do_at_once(
+        self, num_blocks: int, num_bytes: int, work: Callable[[], TransferEnd], on_end: OnEnd
+    ) -> EndedTransfer:
+        """A pull that its caller does now, by `work`, which must be short: it is not stopped, and `close` waits for it.
+
+        Raises TransferError (`backend`) after `close`.
+        """
+        started_at = time.monotonic()
+        with self._lock:
+            self._check_open()
+            self._num_at_once += 1
+        end = _INTERRUPTED
+        try:
+            end = work()
+        finally:
+            with self._lock:
+                self._num_at_once -= 1
+                self._count(num_blocks, num_bytes, started_at, end)
+                if self._is_closed:
+                    self.changed.notify_all()
+        _tell(on_end, end)
+        return _ENDED
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise TransferError(FailureReason.BACKEND, f"the {self._name} transport is closed")
 
     def stop(self, pull: Pull, reason: FailureReason, message: str) -> None:
         """Ask for its end. Never blocks."""
@@ -123,22 +164,19 @@ class Pulls:
             # The caller may keep the pull for long: it must not keep the peer's mapping alive.
             pull._owner = pull._on_end = pull._interrupt = None
             self._live.discard(pull)
-            self._count(pull, end)
+            self._count(pull.num_blocks, pull.num_bytes, pull.started_at, end)
             if self._is_closed:
                 self.changed.notify_all()
-        try:
-            on_end(end)
-        except Exception:
-            _log.exception("The callback of a pull has failed")
+        _tell(on_end, end)
         return end
 
-    def _count(self, pull: Pull, end: TransferEnd) -> None:
+    def _count(self, num_blocks: int, num_bytes: int, started_at: float, end: TransferEnd) -> None:
         stats = self._stats
         stats.num_transfers += 1
-        stats.busy_s += time.monotonic() - pull.started_at
+        stats.busy_s += time.monotonic() - started_at
         if end.reason is None:
-            stats.num_blocks += pull.num_blocks
-            stats.num_bytes += pull.num_bytes
+            stats.num_blocks += num_blocks
+            stats.num_bytes += num_bytes
         else:
             stats.failures[end.reason] = stats.failures.get(end.reason, 0) + 1
 
@@ -173,9 +211,17 @@ class Pulls:
             for pull in self._live:
                 self._stop(pull, FailureReason.PEER_LOST, "the transport is being closed")
             self.changed.notify_all()
+            self.changed.wait_for(lambda: not self._num_at_once, max(deadline - time.monotonic(), 0.0))
             keeper = self._keeper
         if keeper is not None:
             join(keeper, deadline)
+
+
+def _tell(on_end: OnEnd, end: TransferEnd) -> None:
+    try:
+        on_end(end)
+    except Exception:
+        _log.exception("The callback of a pull has failed")
 
 
 def join(thread: threading.Thread, deadline: float) -> None:

@@ -249,8 +249,8 @@ def test_a_signal_is_handled_while_it_waits(moves: Moves, ends: tuple[socket.soc
             raise KeyboardInterrupt
 
         signal.signal(signal.SIGALRM, fail)
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
         with pytest.raises(KeyboardInterrupt):
-            signal.setitimer(signal.ITIMER_REAL, 0.02)
             moves.receive(ends[1], header, target, ids(1))
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)

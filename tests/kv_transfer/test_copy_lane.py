@@ -8,11 +8,9 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-import kv_transfer.copy_lane
-from kv_transfer.copy_lane import PART_BYTES, CopyLane, copy_blocks
+from kv_transfer import block_moves
+from kv_transfer.copy_lane import PART_BYTES, CopyLane, CopyPeer
 from kv_transfer.memory import KvMemory
 from kv_transfer.pulls import Pulls
 from kv_transfer.transport import Endpoint, FailureReason, TransferEnd, TransferError
@@ -37,38 +35,17 @@ def numbers(*ids: int) -> np.ndarray:
     return np.array(ids, np.int32)
 
 
-def source(num_blocks: int, block_size_bytes: int) -> np.ndarray:
-    words = np.arange(num_blocks * block_size_bytes // 4, dtype=np.uint32)
-    return words.view(np.uint8).reshape(num_blocks, block_size_bytes)
-
-
-@settings(max_examples=60)
-@given(
-    # Several blocks per part, and long runs; the last with parts of three blocks.
-    st.sampled_from([4, 4096, 300 << 10]),
-    st.lists(st.integers(0, 7), max_size=8),
-    st.permutations(range(8)) | st.integers(0, 0).map(lambda _: list(range(8))),
-)
-def test_copy_equals_its_definition(block_size_bytes: int, from_: list[int], to: list[int]) -> None:
-    blocks = source(8, block_size_bytes)
-    target, expected = np.zeros_like(blocks), np.zeros_like(blocks)
-    to = to[: len(from_)]
-    expected[to] = blocks[from_]
-    for _ in copy_blocks(blocks, numbers(*from_), target, numbers(*to)):
-        pass
-    assert np.array_equal(target, expected)
-
-
 def test_a_stop_is_heeded_between_two_parts(memory: KvMemory, lane: CopyLane, monkeypatch: pytest.MonkeyPatch) -> None:
     has_copied, may_go_on = threading.Event(), threading.Event()
 
-    def paced(*arguments: np.ndarray) -> Iterator[None]:
-        for _ in copy_blocks(*arguments):
-            has_copied.set()
-            assert may_go_on.wait(PATIENCE_S)
-            yield
+    copy = block_moves.copy
 
-    monkeypatch.setattr(kv_transfer.copy_lane, "copy_blocks", paced)
+    def paced(*arguments: np.ndarray) -> None:
+        copy(*arguments)
+        has_copied.set()
+        assert may_go_on.wait(PATIENCE_S)
+
+    monkeypatch.setattr(block_moves, "copy", paced)
     ends = Ends()
     peer = lane.make_peer(Endpoint("test", b"", NUM_BLOCKS, PART_BYTES), np.full((NUM_BLOCKS, PART_BYTES), 7, np.uint8))
     everything = np.arange(NUM_BLOCKS, dtype=np.int32)
@@ -87,19 +64,63 @@ def test_a_stop_is_heeded_between_two_parts(memory: KvMemory, lane: CopyLane, mo
 def test_a_copy_that_fails_ends_its_pull_only(
     memory: KvMemory, lane: CopyLane, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(*_: np.ndarray) -> Iterator[None]:
+    def fail(*_: np.ndarray) -> None:
         raise MemoryError("no room")
 
     peer = lane.make_peer(Endpoint("test", b"", NUM_BLOCKS, PART_BYTES), np.full((NUM_BLOCKS, PART_BYTES), 7, np.uint8))
     with monkeypatch.context() as patch:
-        patch.setattr(kv_transfer.copy_lane, "copy_blocks", fail)
+        patch.setattr(block_moves, "copy", fail)
+        for blocks in (numbers(1), numbers(1, 2)):
+            ends = Ends()
+            lane.pull(peer, memory, blocks, blocks, PATIENCE_S, ends.on_end)
+            assert ends.wait().reason is FailureReason.BACKEND
+    for blocks in (numbers(1), numbers(1, 2)):
         ends = Ends()
-        lane.pull(peer, memory, numbers(1), numbers(1), PATIENCE_S, ends.on_end)
-        assert ends.wait().reason is FailureReason.BACKEND
+        lane.pull(peer, memory, blocks, blocks, PATIENCE_S, ends.on_end)
+        assert ends.wait().reason is None
+    assert caplog.text.count("no room") >= 2
+    assert lane.stats().failures == {"backend": 2}
+
+
+def test_a_close_waits_for_copies_of_callers(memory: KvMemory, lane: CopyLane, monkeypatch: pytest.MonkeyPatch) -> None:
+    has_begun, may_go_on = threading.Event(), threading.Event()
+    copy = block_moves.copy
+
+    def slow(*arguments: np.ndarray) -> None:
+        has_begun.set()
+        assert may_go_on.wait(PATIENCE_S)
+        copy(*arguments)
+
+    monkeypatch.setattr(block_moves, "copy", slow)
     ends = Ends()
-    lane.pull(peer, memory, numbers(1), numbers(1), PATIENCE_S, ends.on_end)
+    peer = lane.make_peer(Endpoint("test", b"", NUM_BLOCKS, PART_BYTES), np.full((NUM_BLOCKS, PART_BYTES), 7, np.uint8))
+    pull = threading.Thread(
+        target=lane.pull, args=(peer, memory, numbers(1), numbers(1), PATIENCE_S, ends.on_end), daemon=True
+    )
+    pull.start()
+    assert has_begun.wait(PATIENCE_S)
+    close = threading.Thread(target=lane.close, args=(time.monotonic() + PATIENCE_S,), daemon=True)
+    close.start()
+    wait_until(lambda: is_closed(lane, peer, memory), "nothing more is taken")
+    assert close.is_alive()
+    assert not memory.blocks[1].any()
+
+    may_go_on.set()
+    close.join(PATIENCE_S)
+
+    assert not close.is_alive()
+    assert memory.blocks[1].all()
     assert ends.wait().reason is None
-    assert "no room" in caplog.text
+    pull.join(PATIENCE_S)
+
+
+def is_closed(lane: CopyLane, peer: CopyPeer, memory: KvMemory) -> bool:
+    """Pulls of nothing are refused."""
+    try:
+        lane.pull(peer, memory, numbers(), numbers(), PATIENCE_S, lambda _: None)
+    except TransferError:
+        return True
+    return False
 
 
 # ---- the account of pulls ----
