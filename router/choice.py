@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from tokenizers import Tokenizer
 
 from kv_transfer.params import KvParams
-from rank_scheduler.messages import End, FinishReason, SamplingParams, TokenLogprobs
+from rank_scheduler.messages import End, FinishReason, PromptLogprobs, SamplingParams, TokenLogprobs
 from router.detokenizer import IncrementalDetokenizer, StopText
 from router.errors import ApiError, Cause, invalid
 
@@ -63,6 +63,7 @@ class Choice:
         "notify",
         "num_cached_tokens",
         "num_failovers",
+        "prompt_logprobs",
     )
 
     def __init__(
@@ -92,6 +93,8 @@ class Choice:
         self.last_delta_at: float | None = None
         self.handed_off_at: float | None = None
         """Since when it waits for the first token of the rank that goes on with it."""
+        self.prompt_logprobs: dict[int, TokenLogprobs] = {}
+        """Of the prompt's tokens, by index, where they are asked for: complete once it has a token."""
         self.notify = notify
         self._on_prefill_done = on_prefill_done
         self._on_handoff = on_handoff
@@ -126,6 +129,9 @@ class Choice:
         if not self.is_dirty and (len(self.generated) == 1 or len(self._tokens) >= self._stream_interval):
             self.is_dirty = True
             self.notify(self)
+
+    def take_prompt_logprobs(self, part: PromptLogprobs) -> None:
+        self.prompt_logprobs.update(enumerate(part.tokens, part.first))
 
     def take_ticket(self, ticket: KvParams) -> None:
         """Where KV of its prompt can be fetched by now, though its rank still computes it."""

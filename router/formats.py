@@ -16,6 +16,8 @@ from router.tokenizer import ChatTokenizer
 from router.tool_calls import ToolCalls
 
 DONE = b"data: [DONE]\n\n"
+_Tokens = Sequence[tuple[int, TokenLogprobs | None]]
+"""Tokens, each with its logprobs; the first one of a prompt has none."""
 _encode = msgspec.json.Encoder().encode
 
 
@@ -37,11 +39,23 @@ class Answer:
         self.stop_reason = delta.stop_reason
 
 
+@dataclass(frozen=True, slots=True)
+class ShownPrompt:
+    """What an answer may show of its prompt."""
+
+    text: str
+    token_ids: list[int]
+    logprobs: Mapping[int, TokenLogprobs]
+    """By index, of all tokens but the first; filled until the choice has a token."""
+
+
 class Format(Protocol):
     """How one endpoint writes its answers. One object per request."""
 
     request_id: str
     """The answer's id, the request's public name."""
+    prompts: list[ShownPrompt]
+    """By choice; set before anything is written, where the request wants to see them."""
 
     def opening(self, index: int) -> bytes:
         """What a choice's stream begins with."""
@@ -79,6 +93,8 @@ class _Format:
         """`own_id`: the client's X-Request-Id, or one that was made up; `model`: its name in answers."""
         self._table = tokenizer.table
         self._wants_logprobs = request.num_logprobs is not None
+        self._wants_prompt_logprobs = request.prompt_logprobs is not None
+        self.prompts: list[ShownPrompt] = []
         self.request_id = f"{self._id_prefix}-{own_id}"
         self._head = {"id": self.request_id, "created": int(time.time()), "model": model}
         self._usage_null: dict[str, Any] = {"usage": None} if request.include_usage else {}
@@ -94,8 +110,31 @@ class _Format:
             b"data: " + _encode({**self._head, "object": self._chunk_object, "choices": [], "usage": usage}) + b"\n\n"
         )
 
-    def _body(self, choices: list[dict[str, Any]], usage: Mapping[str, Any]) -> bytes:
-        return _encode({**self._head, "object": self._object, "choices": choices, "usage": usage})
+    def _body(
+        self, choices: list[dict[str, Any]], usage: Mapping[str, Any], more: Mapping[str, Any] | None = None
+    ) -> bytes:
+        return _encode({**self._head, "object": self._object, "choices": choices, "usage": usage, **(more or {})})
+
+    def _prompt_logprobs(self, index: int) -> list[dict[str, Any] | None]:
+        """One entry per token of the prompt, from token ids to what is known of them; None for the first."""
+        shown = self.prompts[index]
+        return [
+            None
+            if (entry := shown.logprobs.get(place)) is None
+            else {
+                str(candidate): {
+                    "logprob": _finite(logprob),
+                    "rank": rank,
+                    "decoded_token": self._table[candidate].decode(errors="replace"),
+                }
+                # The prompt's own token last: it has its rank, also where it is one of the most likely.
+                for candidate, logprob, rank in (
+                    *zip(entry.top_ids, entry.top_logprobs, range(1, len(entry.top_ids) + 1), strict=True),
+                    (token_id, entry.logprob, entry.rank),
+                )
+            }
+            for place, token_id in enumerate(shown.token_ids)
+        ]
 
 
 class ChatFormat(_Format):
@@ -137,7 +176,8 @@ class ChatFormat(_Format):
         )
 
     def body(self, answers: Sequence[Answer], usage: Mapping[str, Any]) -> bytes:
-        return self._body([self._choice(index, answer) for index, answer in enumerate(answers)], usage)
+        more = {"prompt_logprobs": self._prompt_logprobs(0)} if self._wants_prompt_logprobs else {}
+        return self._body([self._choice(index, answer) for index, answer in enumerate(answers)], usage, more)
 
     def _choice(self, index: int, answer: Answer) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": "".join(answer.text), "refusal": None}
@@ -204,11 +244,16 @@ class CompletionFormat(_Format):
 
     def __init__(self, request: CompletionRequest, own_id: str, model: str, tokenizer: ChatTokenizer) -> None:
         super().__init__(request, own_id, model, tokenizer)
+        self._echoes = bool(request.echo)
         self._offsets: dict[int, int] = {}
         """Choice → characters of its tokens so far."""
 
     def opening(self, index: int) -> bytes:
-        return b""
+        if not self._echoes:
+            return b""
+        logprobs = self._logprobs(index, self._echoed_tokens(index)) if self._wants_logprobs else None
+        choice = {"index": index, "text": self.prompts[index].text, "logprobs": logprobs, "finish_reason": None}
+        return self._event(_encode(choice))
 
     def chunk(self, delta: Delta) -> bytes:
         if not self._wants_logprobs and delta.finish_reason is None:
@@ -218,35 +263,50 @@ class CompletionFormat(_Format):
         return self._event(_encode(self._choice(delta.index, delta.text, delta)))
 
     def body(self, answers: Sequence[Answer], usage: Mapping[str, Any]) -> bytes:
-        return self._body(
-            [self._choice(index, "".join(answer.text), answer) for index, answer in enumerate(answers)], usage
-        )
+        choices = []
+        for index, answer in enumerate(answers):
+            text = "".join(answer.text)
+            if self._echoes:
+                choice = self._choice(index, self.prompts[index].text + text, answer, self._echoed_tokens(index))
+            else:
+                choice = self._choice(index, text, answer)
+            if self._wants_prompt_logprobs:
+                choice["prompt_logprobs"] = self._prompt_logprobs(index)
+            choices.append(choice)
+        return self._body(choices, usage)
 
-    def _choice(self, index: int, text: str, source: Delta | Answer) -> dict[str, Any]:
+    def _choice(self, index: int, text: str, source: Delta | Answer, echoed: _Tokens = ()) -> dict[str, Any]:
+        tokens = [*echoed, *zip(source.token_ids, source.logprobs, strict=self._wants_logprobs)]
         return {
             "index": index,
             "text": text,
-            "logprobs": self._logprobs(index, source.token_ids, source.logprobs) if self._wants_logprobs else None,
+            "logprobs": self._logprobs(index, tokens) if self._wants_logprobs else None,
             "finish_reason": source.finish_reason,
             "stop_reason": source.stop_reason,
         }
 
-    def _logprobs(self, index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
+    def _echoed_tokens(self, index: int) -> _Tokens:
+        shown = self.prompts[index]
+        return [(token_id, shown.logprobs.get(place)) for place, token_id in enumerate(shown.token_ids)]
+
+    def _logprobs(self, index: int, tokens: _Tokens) -> dict[str, Any]:
         offset = self._offsets.get(index, 0)
         offsets = []
-        for token_id in token_ids:
+        for token_id, _ in tokens:
             offsets.append(offset)
             offset += len(self._text(token_id))
         self._offsets[index] = offset
         return {
-            "tokens": [self._text(token_id) for token_id in token_ids],
-            "token_logprobs": [_finite(entry.logprob) for entry in logprobs],
+            "tokens": [self._text(token_id) for token_id, _ in tokens],
+            "token_logprobs": [None if entry is None else _finite(entry.logprob) for _, entry in tokens],
             "top_logprobs": [
-                {
+                None
+                if entry is None
+                else {
                     self._text(top_id): _finite(logprob)
                     for top_id, logprob in zip(entry.top_ids, entry.top_logprobs, strict=True)
                 }
-                for entry in logprobs
+                for _, entry in tokens
             ],
             "text_offset": offsets,
         }

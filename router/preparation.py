@@ -24,6 +24,8 @@ class Prompt:
     token_ids: list[int]
     max_tokens: int
     """To be generated behind it."""
+    text: str = ""
+    """If the answer shows it."""
 
 
 class Preparation:
@@ -54,9 +56,11 @@ class Preparation:
 
     async def prompts(self) -> list[Prompt]:
         """In the order in which they stand in the request."""
-        prompts = [Prompt(token_ids, self._max_tokens(token_ids)) for token_ids in await self._tokenize()]
-        for prompt in prompts:
-            self._check_vocabulary(prompt.token_ids, "prompt")
+        prompts = []
+        for index, token_ids in enumerate(await self._tokenize()):
+            max_tokens = self._max_tokens(token_ids)
+            self._check_vocabulary(token_ids, "prompt")
+            prompts.append(Prompt(token_ids, max_tokens, await self._shown_text(index, token_ids)))
         self._check_size(sum(len(prompt.token_ids) for prompt in prompts))
         self._bad_words = await self._encode_bad_words()
         return prompts
@@ -74,6 +78,7 @@ class Preparation:
             stop_token_ids=tuple(request.stop_token_ids or ()),
             ignore_eos=bool(request.ignore_eos),
             num_logprobs=request.num_logprobs,
+            num_prompt_logprobs=request.num_prompt_logprobs,
             min_tokens=request.min_tokens or 0,
             repetition=request.repetition,
             repetition_penalty=1.0 if request.repetition_penalty is None else float(request.repetition_penalty),
@@ -102,6 +107,16 @@ class Preparation:
                 prompt = await self._encode(prompt, add_special_tokens=request.add_special_tokens is not False)
             prompts.append(self._truncated(prompt))
         return prompts
+
+    async def _shown_text(self, index: int, token_ids: list[int]) -> str:
+        """Of the prompt, as it was given, if that is its text."""
+        request = self.request
+        if isinstance(request, ChatCompletionRequest) or not request.echo:
+            return ""
+        given = request.prompt[index]
+        if isinstance(given, str) and request.truncate_prompt_tokens is None:
+            return given
+        return await self._tokenizer.decode(token_ids)
 
     async def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of `text`. Raises ApiError, without the work, if it is far too long for the model."""

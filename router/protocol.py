@@ -49,14 +49,12 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "chat_template": (),
     "documents": ([],),
-    "echo": (False,),
     "function_call": ("none",),
     "functions": ([],),
     "include_stop_str_in_output": (False,),
     "length_penalty": (1,),
     "modalities": (["text"],),
     "prediction": (),
-    "prompt_logprobs": (),
     "reasoning_effort": (),
     "service_tier": ("auto", "default"),
     "skip_special_tokens": (True,),
@@ -209,6 +207,7 @@ class GenerateRequest(OutputFormatFields):
     bad_words: Annotated[list[_StopString], Field(max_length=MAX_NUM_BAD_WORDS), BeforeValidator(_texts)] = Field(
         default=[]
     )
+    prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_NUM_LOGPROBS)
     truncate_prompt_tokens: int | None = Field(default=None, ge=-1, le=2**31 - 1)
     add_special_tokens: bool | None = None
     metadata: dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]] | None = Field(
@@ -241,6 +240,16 @@ class GenerateRequest(OutputFormatFields):
         raise NotImplementedError
 
     @property
+    def num_prompt_logprobs(self) -> int | None:
+        """As in `SamplingParams`."""
+        return self.prompt_logprobs
+
+    @property
+    def shows_prompt(self) -> bool:
+        """The answer has something of the prompt."""
+        return self.num_prompt_logprobs is not None
+
+    @property
     def output_grammar(self) -> tuple[str, Grammar] | None:
         """The field that says what the output must match, and its meaning."""
         return next(iter(self.grammars()), None)
@@ -264,6 +273,11 @@ class GenerateRequest(OutputFormatFields):
         """Raises ApiError where fields contradict each other."""
         if self.stream_options is not None and not self.stream:
             raise invalid("stream_options: allowed only with stream = true", "stream_options")
+        if self.prompt_logprobs is not None and self.stream:
+            raise invalid(
+                f"prompt_logprobs: {self.prompt_logprobs} is not possible with stream = true; leave one of them out",
+                "prompt_logprobs",
+            )
         if self.truncate_prompt_tokens == 0:
             raise invalid(
                 "truncate_prompt_tokens: must be 1 or more, or -1 for as many as the model has room for, got 0",
@@ -349,6 +363,15 @@ class ChatCompletionRequest(GenerateRequest):
 class CompletionRequest(GenerateRequest):
     prompt: Annotated[list[str | list[int]], SkipValidation, BeforeValidator(_prompts)]
     logprobs: int | None = Field(default=None, ge=0, le=MAX_NUM_LOGPROBS)
+    echo: bool | None = None
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        return self.logprobs if self.echo and self.prompt_logprobs is None else self.prompt_logprobs
+
+    @property
+    def shows_prompt(self) -> bool:
+        return bool(self.echo) or super().shows_prompt
 
     @property
     def num_prompts(self) -> int:

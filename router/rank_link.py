@@ -240,6 +240,9 @@ class RankLink:
                 self._count(PeerFault.STALE)
                 continue
             choice.add_token(frame.tokens[index], logprobs.get(index) if logprobs else None)
+        for request_id, prompt_logprobs in frame.prompt_logprobs.items():
+            if (choice := live.get(request_id)) is not None:
+                choice.take_prompt_logprobs(prompt_logprobs)
         for request_id, ticket in frame.tickets.items():
             if (choice := live.get(request_id)) is not None:
                 choice.take_ticket(ticket)

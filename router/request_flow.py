@@ -13,6 +13,7 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from rank_scheduler.messages import TokenLogprobs
 from router.admitted import Admitted
 from router.caller import Caller
 from router.choice import Choice, Delta
@@ -22,7 +23,7 @@ from router.explanation import InRouter, RouterStage
 from router.grammar_check import GrammarChecker
 from router.metrics import RouterMetrics
 from router.prefix_index import PromptPrefix
-from router.preparation import Preparation
+from router.preparation import Preparation, Prompt
 from router.protocol import ChatCompletionRequest, CompletionRequest
 from router.rank_pool import RankPool
 from router.sequences import SequenceRules, Sequences
@@ -64,6 +65,8 @@ class RequestFlow:
         self.request_id = request_id
         self.caller = caller
         self.num_prompt_tokens = 0
+        self.prompts: list[Prompt] = []
+        """Known once `begin` has returned."""
         self._control = parts.control
         self._pool = parts.pool
         self._metrics = parts.metrics
@@ -108,6 +111,10 @@ class RequestFlow:
     def num_choices(self) -> int:
         return self._sequences.num_begun
 
+    def prompt_logprobs(self, index: int) -> dict[int, TokenLogprobs]:
+        """Of the prompt of this choice, by the index of the token; complete once the choice has a token."""
+        return self._sequences.choices[index].prompt_logprobs
+
     @property
     def num_generated_tokens(self) -> int:
         return sum(choice.num_generated_tokens for choice in self._sequences.choices)
@@ -138,7 +145,7 @@ class RequestFlow:
             self._stage = RouterStage.FORMAT_CHECK
             await self._grammar_checker.check(asked[1], asked[0])
         self._stage = RouterStage.TOKENIZATION
-        prompts = await preparation.prompts()
+        prompts = self.prompts = await preparation.prompts()
         self.num_prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
         self._stage = RouterStage.ADMISSION
         await self._acquire(0, self.num_prompt_tokens * request.num_choices)

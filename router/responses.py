@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from router.choice import Delta
 from router.errors import ApiError, Cause, CountedError
-from router.formats import DONE, Answer, Format, usage
+from router.formats import DONE, Answer, Format, ShownPrompt, usage
 from router.request_flow import RequestFlow
 from router.timed_send import ClientTooSlow
 
@@ -54,6 +54,7 @@ class GenerationResponse(Response):
     async def _answer(self, flow: RequestFlow, send: Send) -> None:
         try:
             await flow.begin()
+            self._show_prompts(flow)
             answers = [Answer() for _ in range(flow.num_choices)]
             while not flow.is_finished:
                 for delta in await flow.next():
@@ -68,6 +69,7 @@ class GenerationResponse(Response):
         form, wants_logprobs = self._form, flow.request.num_logprobs is not None
         try:
             await flow.begin()
+            self._show_prompts(flow)
             deltas = await flow.next()
         except ApiError as error:
             await self._refuse(flow, error, send)
@@ -88,6 +90,14 @@ class GenerationResponse(Response):
             if flow.request.include_usage:
                 tail += form.usage_chunk(_usage(flow))
         await send({"type": "http.response.body", "body": tail + DONE, "more_body": False})
+
+    def _show_prompts(self, flow: RequestFlow) -> None:
+        if flow.request.shows_prompt:
+            prompts = [prompt for prompt in flow.prompts for _ in range(flow.request.num_choices)]
+            self._form.prompts = [
+                ShownPrompt(prompt.text, prompt.token_ids, flow.prompt_logprobs(index))
+                for index, prompt in enumerate(prompts)
+            ]
 
     async def _refuse(self, flow: RequestFlow, error: ApiError, send: Send) -> None:
         flow.close(error)

@@ -319,4 +319,6 @@ def _with_generated(sequence: _Sequence) -> Submit:
     if not generated:
         return prompt
     token_ids = prompt.token_ids + struct.pack(f"<{len(generated)}i", *generated)
-    return msgspec.structs.replace(prompt, token_ids=token_ids, num_generated=len(generated))
+    # Those of the prompt came before its first token.
+    sampling = msgspec.structs.replace(prompt.sampling, num_prompt_logprobs=None)
+    return msgspec.structs.replace(prompt, token_ids=token_ids, num_generated=len(generated), sampling=sampling)

@@ -52,7 +52,7 @@ BAD = {
         "stop",
         "at most 16 .* 100",
     ),
-    "echo": (COMPLETIONS, {"prompt": "hi", "echo": True}, 400, "echo", "not supported, got True"),
+    "suffix": (COMPLETIONS, {"prompt": "hi", "suffix": "x"}, 400, "suffix", "not supported, got .x."),
     "empty prompt": (COMPLETIONS, {"prompt": []}, 400, "prompt", "not empty"),
     "token id outside the vocabulary": (COMPLETIONS, {"prompt": [1, 10**6]}, 400, "prompt", "1000000 .* 49152"),
 }

@@ -32,6 +32,7 @@ from rank_scheduler.messages import (
     Prefetch,
     PrefixEvents,
     PrefixSnapshot,
+    PromptLogprobs,
     RankLoad,
     RouterToRank,
     StepFrame,
@@ -311,6 +312,11 @@ class FakeRank:
             return
         if sequence.num_sent == 0 and self.announces_prefill:
             frame.first_token_ids.append(request_id)
+        if sequence.num_sent == 0 and (num_top := sampling.num_prompt_logprobs) is not None:
+            top = tuple(range(num_top)), tuple(-0.1 * (i + 1) for i in range(num_top))
+            num_tokens = len(sequence.submit.token_ids) // 4
+            entries = [TokenLogprobs(-1.0 * i, *top, rank=7) for i in range(1, num_tokens)]
+            frame.prompt_logprobs[request_id] = PromptLogprobs(1, entries)
         token = sequence.tokens[sequence.num_sent] if sequence.num_sent < len(sequence.tokens) else self.eos
         sequence.num_sent += 1
         if sampling.num_logprobs is not None:
