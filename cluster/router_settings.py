@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from cluster.config import ClusterConfig
+from router.api_keys import ApiKey
 from router.service import RouterSettings
 
 
@@ -21,6 +22,9 @@ def router_settings(config: ClusterConfig, *, model_dir: Path, model_name: str, 
         placement=config.router.placement,
         pd_fallback=config.router.pd_fallback,
         max_failovers=config.router.max_failovers,
+        api_keys=tuple(
+            ApiKey(name=name, sha256=key.sha256, tenant=key.tenant) for name, key in config.router.api_keys.items()
+        ),
         default_deadline_s=config.router.default_deadline_s,
         tenant_weights={name: tenant.weight for name, tenant in config.router.tenants.items()},
         rank_silence_timeout_s=config.router.rank_silence_timeout_s,

@@ -195,6 +195,12 @@ class ControlLink:
             self._send(Report(self._lease.taken, self._drained))
             self._drained = NOTHING
 
+    def refuse(self, key: int, error: ApiError) -> None:
+        """The wait of `acquire` for this key, if there is one, ends with `error`."""
+        pending = self._pending.get(key)
+        if pending is not None and not pending.answer.done():
+            pending.answer.set_exception(error)
+
     def refuse_pending(self, error: ApiError) -> None:
         for pending in self._pending.values():
             if not pending.answer.done():

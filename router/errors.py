@@ -17,7 +17,11 @@ class Cause(StrEnum):
     INVALID_REQUEST = "invalid_request"
     NOT_FOUND = "not_found"
     METHOD_NOT_ALLOWED = "method_not_allowed"
+    INVALID_API_KEY = "invalid_api_key"
     BODY_TOO_LARGE = "body_too_large"
+    BODY_TIMEOUT = "body_timeout"
+    HEADERS_TOO_LARGE = "headers_too_large"
+    URL_TOO_LONG = "url_too_long"
     MODEL_NOT_FOUND = "model_not_found"
     CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
     # The same request may succeed later.
@@ -46,7 +50,11 @@ _ANSWERS = {
     Cause.INVALID_REQUEST: _Answer(400, "invalid_request_error"),
     Cause.NOT_FOUND: _Answer(404, "invalid_request_error"),
     Cause.METHOD_NOT_ALLOWED: _Answer(405, "invalid_request_error"),
+    Cause.INVALID_API_KEY: _Answer(401, "authentication_error"),
     Cause.BODY_TOO_LARGE: _Answer(413, "invalid_request_error"),
+    Cause.BODY_TIMEOUT: _Answer(408, "timeout_error"),
+    Cause.HEADERS_TOO_LARGE: _Answer(431, "invalid_request_error"),
+    Cause.URL_TOO_LONG: _Answer(414, "invalid_request_error"),
     Cause.MODEL_NOT_FOUND: _Answer(404, "invalid_request_error"),
     Cause.CONTEXT_LENGTH_EXCEEDED: _Answer(400, "invalid_request_error"),
     Cause.MAX_NUM_QUEUED_REQS: _Answer(503, "overloaded_error", 1),
@@ -111,6 +119,8 @@ class ApiError(Exception):
         """
         if self.cause is Cause.DEADLINE_EXCEEDED:
             return {"x-should-retry": "false"}
+        if self.cause is Cause.INVALID_API_KEY:
+            return {"www-authenticate": "Bearer"}
         retry_after_s = self.retry_after_s
         if retry_after_s is None:
             return {}
@@ -130,3 +140,12 @@ class CountedError(Exception):
 def invalid(message: str, param: str | None = None) -> ApiError:
     """The caller has to change the request."""
     return ApiError(Cause.INVALID_REQUEST, message, param)
+
+
+def deadline_exceeded(deadline_s: float) -> ApiError:
+    """Counted from the request's arrival."""
+    return ApiError(
+        Cause.DEADLINE_EXCEEDED,
+        f"x-request-deadline-ms: the request was not done within its {deadline_s * 1000:.0f} ms; give it more "
+        "time, or send it when there is less load",
+    )

@@ -36,6 +36,9 @@ class RouterStage(StrEnum):
     """No connected rank has room for it."""
 
 
+WAITS_FOR_ADMISSION = "waits for the control actor to count it in the cluster's queue"
+
+
 @dataclass(frozen=True, slots=True)
 class InRouter:
     """Sequences of a request that are still in this router."""

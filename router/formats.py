@@ -85,17 +85,16 @@ def usage(num_prompt_tokens: int, num_generated_tokens: int, num_cached_tokens: 
 
 
 class _Format:
-    _id_prefix: str
     _object: str
     _chunk_object: str
 
-    def __init__(self, request: GenerateRequest, own_id: str, model: str, tokenizer: ChatTokenizer) -> None:
-        """`own_id`: the client's X-Request-Id, or one that was made up; `model`: its name in answers."""
+    def __init__(self, request: GenerateRequest, request_id: str, model: str, tokenizer: ChatTokenizer) -> None:
+        """`request_id`: the answer's id; `model`: its name in answers."""
         self._table = tokenizer.table
         self._wants_logprobs = request.num_logprobs is not None
         self._wants_prompt_logprobs = request.prompt_logprobs is not None
         self.prompts: list[ShownPrompt] = []
-        self.request_id = f"{self._id_prefix}-{own_id}"
+        self.request_id = request_id
         self._head = {"id": self.request_id, "created": int(time.time()), "model": model}
         self._usage_null: dict[str, Any] = {"usage": None} if request.include_usage else {}
         head = _encode({**self._head, "object": self._chunk_object, **self._usage_null, "choices": []})
@@ -140,12 +139,11 @@ class _Format:
 class ChatFormat(_Format):
     """`/v1/chat/completions`."""
 
-    _id_prefix = "chatcmpl"
     _object = "chat.completion"
     _chunk_object = "chat.completion.chunk"
 
-    def __init__(self, request: ChatCompletionRequest, own_id: str, model: str, tokenizer: ChatTokenizer) -> None:
-        super().__init__(request, own_id, model, tokenizer)
+    def __init__(self, request: ChatCompletionRequest, request_id: str, model: str, tokenizer: ChatTokenizer) -> None:
+        super().__init__(request, request_id, model, tokenizer)
         self._request = request
         self._tokenizer = tokenizer
         self._calls: dict[int, ToolCalls] = {}
@@ -238,12 +236,11 @@ class ChatFormat(_Format):
 class CompletionFormat(_Format):
     """`/v1/completions`."""
 
-    _id_prefix = "cmpl"
     _object = "text_completion"
     _chunk_object = "text_completion"
 
-    def __init__(self, request: CompletionRequest, own_id: str, model: str, tokenizer: ChatTokenizer) -> None:
-        super().__init__(request, own_id, model, tokenizer)
+    def __init__(self, request: CompletionRequest, request_id: str, model: str, tokenizer: ChatTokenizer) -> None:
+        super().__init__(request, request_id, model, tokenizer)
         self._echoes = bool(request.echo)
         self._offsets: dict[int, int] = {}
         """Choice → characters of its tokens so far."""

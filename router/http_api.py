@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -19,9 +18,10 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from router import request_headers
+from router.api_keys import ApiKeys
 from router.errors import ApiError, Cause, invalid
 from router.formats import ChatFormat, CompletionFormat, Format
-from router.http_edge import HttpEdge
+from router.http_edge import Arrival, HttpEdge
 from router.protocol import (
     MAX_TOKENIZE_CHARACTERS,
     ChatCompletionRequest,
@@ -30,7 +30,8 @@ from router.protocol import (
     TokenizeRequest,
     parse,
 )
-from router.responses import GenerationResponse
+from router.request_flow import RequestFlow
+from router.responses import Generation, GenerationResponse
 from router.service import RouterService
 from router.tokenizer import ChatTokenizer
 
@@ -43,7 +44,9 @@ def build_app(service: RouterService) -> FastAPI:
     app = FastAPI(title="serried", docs_url=None, redoc_url=None)
     app.add_middleware(
         HttpEdge,
+        api_keys=ApiKeys(service.settings.api_keys),
         max_body_bytes=service.settings.max_body_bytes,
+        body_timeout_s=service.settings.body_timeout_s,
         send_timeout_s=service.settings.send_timeout_s,
         count=service.metrics.rejected,
     )
@@ -57,24 +60,38 @@ def build_app(service: RouterService) -> FastAPI:
 def _add_generation_routes(app: FastAPI, service: RouterService) -> None:
     async def answer(
         http: Request,
+        id_prefix: str,
         parse_body: Callable[[bytes], AnyRequest],
         kind: Callable[[AnyRequest, str, str, ChatTokenizer], Format],
     ) -> Response:
-        caller = request_headers.caller(http.scope["headers"], arrived_at=http.state.arrived_at)
-        request = parse_body(await http.body())
-        _check_model(service, request.model)
-        form = kind(request, http.state.request_id, service.settings.model_name, service.tokenizer)
-        return GenerationResponse(partial(service.open_flow, request, form.request_id, caller), form)
+        arrival: Arrival = http.state.arrival
+        headers = http.scope["headers"]
+        caller = request_headers.caller(headers, arrived_at=arrival.at, api_key=arrival.api_key)
+        body = await http.body()
+        request_id = f"{id_prefix}-{arrival.request_id}"
+
+        async def open_flow() -> tuple[RequestFlow, Format]:
+            admitted = await service.admit(request_id, caller, headers, body)
+            try:
+                request = parse_body(body)
+                _check_model(service, request.model)
+                form = kind(request, request_id, service.settings.model_name, service.tokenizer)
+            except BaseException:
+                admitted.release()
+                raise
+            return service.open_flow(request, request_id, admitted.caller, admitted), form
+
+        return GenerationResponse(Generation(request_id, open_flow, service.metrics.rejected))
 
     @app.post("/v1/chat/completions", openapi_extra=_body_schema(ChatCompletionRequest))
     async def chat_completions(request: Request) -> Response:
         """Answer to a conversation."""
-        return await answer(request, lambda body: parse(body, ChatCompletionRequest), ChatFormat)
+        return await answer(request, "chatcmpl", lambda body: parse(body, ChatCompletionRequest), ChatFormat)
 
     @app.post("/v1/completions", openapi_extra=_body_schema(CompletionRequest))
     async def completions(request: Request) -> Response:
         """Continuation of one or more prompts."""
-        return await answer(request, lambda body: parse(body, CompletionRequest), CompletionFormat)
+        return await answer(request, "cmpl", lambda body: parse(body, CompletionRequest), CompletionFormat)
 
 
 def _add_token_routes(app: FastAPI, service: RouterService) -> None:

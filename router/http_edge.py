@@ -1,6 +1,7 @@
-"""The outermost layer of the HTTP surface: body limit, send deadline, request ids, errors nobody else has answered.
+"""The outermost layer of the HTTP surface: keys, limits, deadlines of slow clients, ids, errors nobody else answered.
 
-Plain ASGI, since the layers that frameworks offer copy bodies and hide disconnects.
+Plain ASGI, since the layers that frameworks offer copy bodies and hide disconnects. What is refused here is refused by
+its headers; of its body no more is read than lets the client see the answer.
 """
 
 from __future__ import annotations
@@ -10,14 +11,21 @@ import logging
 import re
 import uuid
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from router.api_keys import ApiKey, ApiKeys
 from router.errors import ApiError, Cause, CountedError
+from router.request_headers import Headers, single
 from router.timed_send import ClientTooSlow, TimedSend
 
 logger = logging.getLogger(__name__)
 
+MAX_NUM_HEADERS = 128
+MAX_HEADER_BYTES = 64 << 10
+"""Of all names and values together."""
+MAX_URL_BYTES = 16 << 10
 # How long, and for how much, a refused body is read and thrown away, so that a client which sends before it reads
 # gets to see the answer instead of a reset connection.
 LINGER_S = 1.0
@@ -25,18 +33,42 @@ LINGER_BYTES = 64 << 20
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 
-class _BodyTooLarge(Exception):
-    pass
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """What is known of a request before its body is: `scope["state"]["arrival"]`."""
+
+    request_id: str
+    """The client's name for it, or one that was made up."""
+    at: float
+    """By the event loop's clock."""
+    api_key: ApiKey | None
+
+
+class _Refused(Exception):
+    """By its headers, or because its body is too large or too slow. It passes through the application's handlers."""
+
+    def __init__(self, error: ApiError) -> None:
+        super().__init__(error)
+        self.error = error
 
 
 class HttpEdge:
     """ASGI middleware around the whole application. `count` hears of each request that ends here."""
 
     def __init__(
-        self, app: ASGIApp, *, max_body_bytes: int, send_timeout_s: float, count: Callable[[ApiError], None]
+        self,
+        app: ASGIApp,
+        *,
+        api_keys: ApiKeys,
+        max_body_bytes: int,
+        body_timeout_s: float,
+        send_timeout_s: float,
+        count: Callable[[ApiError], None],
     ) -> None:
         self._app = app
+        self._api_keys = api_keys
         self._max_body_bytes = max_body_bytes
+        self._body_timeout_s = body_timeout_s
         self._send_timeout_s = send_timeout_s
         self._count = count
 
@@ -44,15 +76,8 @@ class HttpEdge:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers = dict(scope["headers"])
-        request_id = headers.get(b"x-request-id", b"")
-        if not _REQUEST_ID.fullmatch(request_id):
-            request_id = uuid.uuid4().hex.encode()
-        state = scope.setdefault("state", {})
-        state["request_id"] = request_id.decode()
-        state["arrived_at"] = asyncio.get_running_loop().time()
+        request_id = _request_id(scope["headers"])
         has_started = False
-        num_received = 0
         timed_send = TimedSend(send, self._send_timeout_s)
 
         async def send_with_id(message: Message) -> None:
@@ -64,23 +89,15 @@ class HttpEdge:
                     message["headers"] = [*given, (b"x-request-id", request_id)]
             await timed_send(message)
 
-        async def receive_limited() -> Message:
-            nonlocal num_received
-            message = await receive()
-            num_received += len(message.get("body", b""))
-            if num_received > self._max_body_bytes:
-                raise _BodyTooLarge
-            return message
-
         try:
-            announced = headers.get(b"content-length", b"0")
-            if not announced.isdigit() or int(announced) > self._max_body_bytes:
-                await self._refuse_body(announced.decode("latin-1"), receive, send_with_id)
-                return
-            await self._app(scope, receive_limited, send_with_id)
-        except _BodyTooLarge:
-            if not has_started:
-                await self._refuse_body(f"more than {num_received}", receive, send_with_id)
+            arrived_at = asyncio.get_running_loop().time()
+            try:
+                arrival = Arrival(request_id.decode(), arrived_at, self._check(scope))
+                scope.setdefault("state", {})["arrival"] = arrival
+                await self._app(scope, self._limited(receive, arrived_at + self._body_timeout_s), send_with_id)
+            except _Refused as refused:
+                if not has_started:
+                    await self._refuse(refused.error, receive, send_with_id)
         except ClientTooSlow as too_slow:
             self._count(ApiError(Cause.CLIENT_GONE, str(too_slow)))  # the server closes the connection
         except Exception as failure:
@@ -97,10 +114,64 @@ class HttpEdge:
         finally:
             timed_send.close()
 
-    async def _refuse_body(self, num_bytes: str, receive: Receive, send: Send) -> None:
-        error = ApiError(
-            Cause.BODY_TOO_LARGE, f"the request body has {num_bytes} bytes, the limit is {self._max_body_bytes}"
+    def _check(self, scope: Scope) -> ApiKey | None:
+        """Everything but the body. Raises _Refused."""
+        headers: Headers = scope["headers"]
+        num_bytes = sum(len(name) + len(value) for name, value in scope["headers"])
+        if len(scope["headers"]) > MAX_NUM_HEADERS or num_bytes > MAX_HEADER_BYTES:
+            error = ApiError(
+                Cause.HEADERS_TOO_LARGE,
+                f"headers: {len(scope['headers'])} with {num_bytes} bytes are refused; send up to {MAX_NUM_HEADERS} "
+                f"with {MAX_HEADER_BYTES} bytes",
+            )
+            raise _Refused(error)
+        num_bytes = len(scope.get("raw_path") or b"") + len(scope.get("query_string", b""))
+        if num_bytes > MAX_URL_BYTES:
+            error = ApiError(Cause.URL_TOO_LONG, f"url: has {num_bytes} bytes; ask with up to {MAX_URL_BYTES}")
+            raise _Refused(error)
+        try:
+            api_key = self._api_keys.check(scope["path"], single(headers, "authorization"))
+            announced = single(headers, "content-length") or b"0"
+        except ApiError as refusal:
+            raise _Refused(refusal) from None
+        if not announced.isdigit() or int(announced) > self._max_body_bytes:
+            raise self._body_too_large(announced.decode("latin-1"))
+        return api_key
+
+    def _limited(self, receive: Receive, deadline: float) -> Receive:
+        """`receive` that raises _Refused where the body is too large, or is not there in time."""
+        num_received = 0
+        is_whole = False
+
+        async def receive_limited() -> Message:
+            nonlocal num_received, is_whole
+            if is_whole:
+                return await receive()
+            try:
+                async with asyncio.timeout_at(deadline):
+                    message = await receive()
+            except TimeoutError:
+                error = ApiError(
+                    Cause.BODY_TIMEOUT,
+                    f"the request body is not whole after {self._body_timeout_s:g} s: {num_received} bytes have come",
+                )
+                raise _Refused(error) from None
+            num_received += len(message.get("body", b""))
+            if num_received > self._max_body_bytes:
+                raise self._body_too_large(f"more than {num_received}")
+            is_whole = not message.get("more_body", False)
+            return message
+
+        return receive_limited
+
+    def _body_too_large(self, num_bytes: str) -> _Refused:
+        return _Refused(
+            ApiError(
+                Cause.BODY_TOO_LARGE, f"the request body has {num_bytes} bytes, the limit is {self._max_body_bytes}"
+            )
         )
+
+    async def _refuse(self, error: ApiError, receive: Receive, send: Send) -> None:
         self._count(error)
         await send(_start(error, close=True))
         await send({"type": "http.response.body", "body": error.body(), "more_body": True})
@@ -115,6 +186,11 @@ class HttpEdge:
         except TimeoutError:
             pass
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _request_id(headers: Headers) -> bytes:
+    given = next((value for name, value in headers if name == b"x-request-id"), b"")
+    return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex.encode()
 
 
 def _start(error: ApiError, *, close: bool) -> Message:

@@ -18,8 +18,8 @@ from router.admitted import Admitted
 from router.caller import Caller
 from router.choice import Choice, Delta
 from router.control_link import ControlLink
-from router.errors import ApiError, Cause
-from router.explanation import InRouter, RouterStage
+from router.errors import ApiError, deadline_exceeded
+from router.explanation import WAITS_FOR_ADMISSION, InRouter, RouterStage
 from router.grammar_check import GrammarChecker
 from router.metrics import RouterMetrics
 from router.prefix_index import PromptPrefix
@@ -208,7 +208,7 @@ class RequestFlow:
         figures = {"num_sequences": num_sequences}
         match self._stage:
             case RouterStage.ADMISSION:
-                message = "waits for the control actor to count it in the cluster's queue"
+                message = WAITS_FOR_ADMISSION
             case RouterStage.FORMAT_CHECK:
                 message = "waits for its output format to be checked"
             case RouterStage.TOKENIZATION:
@@ -254,11 +254,7 @@ class RequestFlow:
     def _expire_within(self, deadline_s: float | None) -> asyncio.TimerHandle | None:
         if deadline_s is None:
             return None
-        error = ApiError(
-            Cause.DEADLINE_EXCEEDED,
-            f"x-request-deadline-ms: the request was not done within its {deadline_s * 1000:.0f} ms; give it more "
-            "time, or send it when there is less load",
-        )
+        error = deadline_exceeded(deadline_s)
         expires_at = self._arrived_at + deadline_s
         if expires_at <= self._loop.time():
             self._error = error

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+from router.api_keys import ApiKey
 from router.caller import Caller
 from router.errors import ApiError, invalid
 
@@ -27,12 +28,12 @@ RANK_ID = "x-serried-rank"
 RETRY_TOKEN = "x-serried-retry-token"
 
 
-def caller(headers: Headers, *, arrived_at: float, tenant: str = "", account: str = "") -> Caller:
-    """The caller of a generation. `tenant`, `account`: what its API key says. Raises ApiError."""
+def caller(headers: Headers, *, arrived_at: float, api_key: ApiKey | None = None) -> Caller:
+    """The caller of a generation. Raises ApiError."""
     given = list(headers)
     return Caller(
-        tenant=tenant,
-        account=account,
+        tenant="" if api_key is None else api_key.tenant,
+        account="" if api_key is None else api_key.account,
         arrived_at=arrived_at,
         deadline_s=_deadline_s(single(given, DEADLINE)),
         session_id=name(given, SESSION_ID),

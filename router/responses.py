@@ -1,4 +1,4 @@
-"""A generation request's answer, as an ASGI response: SSE or one body, errors included, clients' departures noticed.
+"""A generation request's answer, as ASGI messages: SSE or one body, errors included, clients' departures noticed.
 
 Headers are sent with the first token, so that whatever fails before it is answered with a status of its own.
 """
@@ -6,7 +6,8 @@ Headers are sent with the first token, so that whatever fails before it is answe
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+import contextlib
+from collections.abc import Awaitable, Callable, Coroutine
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -22,105 +23,145 @@ _SSE_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
+_CLIENT_GONE = ApiError(Cause.CLIENT_GONE, "the client closed the connection")
 
 
-class GenerationResponse(Response):
-    """Opens a flow for the request, runs it to its end and closes it, whatever that end is."""
+OpenFlow = Callable[[], Awaitable[tuple[RequestFlow, Format]]]
 
-    def __init__(self, open_flow: Callable[[], RequestFlow], form: Format) -> None:
-        super().__init__()
+
+class Generation:
+    """Opens a flow for a request, runs it to its end and closes it, whatever that end is."""
+
+    def __init__(self, request_id: str, open_flow: OpenFlow, count: Callable[[ApiError], None]) -> None:
+        """`request_id`: the answer's public id.
+
+        `open_flow` may raise ApiError, which `count` hears of; what comes later is the flow's to count.
+        """
+        self._id_header = {"x-request-id": request_id}
         self._open_flow = open_flow
-        self._form = form
-        self._id_header = {"x-request-id": form.request_id}
+        self._count = count
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        flow = self._open_flow()
-        outcome = ApiError(Cause.CLIENT_GONE, "the client closed the connection")
+    async def run(self, send: Send) -> bool:
+        """Send the answer, or the refusal; whether the answer is whole. Whoever cancels this says that nobody reads."""
         try:
-            await _until_disconnect(
-                self._stream(flow, send) if flow.request.stream else self._answer(flow, send), receive
-            )
+            flow, form = await self._open_flow()
+        except ApiError as error:
+            self._count(error)
+            await _send_body(error.status, error.body(), self._id_header | error.headers(), send)
+            return False
+        except asyncio.CancelledError:
+            self._count(_CLIENT_GONE)
+            raise
+        outcome = _CLIENT_GONE
+        try:
+            return await (_stream if flow.request.stream else _answer)(flow, form, send)
         except ClientTooSlow:
-            pass  # it counts as gone; the server closes its connection, since the answer is not whole
+            raise
         except Exception as error:
             outcome = ApiError(Cause.INTERNAL_ERROR, f"internal error: {type(error).__name__}")
             raise CountedError from error
         finally:
             flow.close(outcome)
 
-    # Both close the flow before they send the last bytes, so that who has seen the end of one request finds its
-    # place free for the next.
 
-    async def _answer(self, flow: RequestFlow, send: Send) -> None:
-        try:
-            await flow.begin()
-            self._show_prompts(flow)
-            answers = [Answer() for _ in range(flow.num_choices)]
-            while not flow.is_finished:
-                for delta in await flow.next():
-                    answers[delta.index].add(delta)
-        except ApiError as error:
-            await self._refuse(flow, error, send)
-            return
-        flow.close(None)
-        await _send_body(200, self._form.body(answers, _usage(flow)), self._id_header, send)
+class GenerationResponse(Response):
+    """One that lasts as long as its client is there."""
 
-    async def _stream(self, flow: RequestFlow, send: Send) -> None:
-        form, wants_logprobs = self._form, flow.request.num_logprobs is not None
-        try:
-            await flow.begin()
-            self._show_prompts(flow)
+    def __init__(self, generation: Generation) -> None:
+        super().__init__()
+        self._generation = generation
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # One that is too slow counts as gone; the server closes its connection, since the answer is not whole.
+        with contextlib.suppress(ClientTooSlow):
+            await until_disconnect(self._generation.run(send), receive)
+
+
+# Both close the flow before they send the last bytes, so that who has seen the end of one request finds its
+# place free for the next.
+
+
+async def _answer(flow: RequestFlow, form: Format, send: Send) -> bool:
+    try:
+        await flow.begin()
+        _show_prompts(flow, form)
+        answers = [Answer() for _ in range(flow.num_choices)]
+        while not flow.is_finished:
+            for delta in await flow.next():
+                answers[delta.index].add(delta)
+    except ApiError as error:
+        await _refuse(flow, form, error, send)
+        return False
+    flow.close(None)
+    await _send_body(200, form.body(answers, _usage(flow)), _id_header(form), send)
+    return True
+
+
+async def _stream(flow: RequestFlow, form: Format, send: Send) -> bool:
+    wants_logprobs = flow.request.num_logprobs is not None
+    try:
+        await flow.begin()
+        _show_prompts(flow, form)
+        deltas = await flow.next()
+    except ApiError as error:
+        await _refuse(flow, form, error, send)
+        return False
+    await send({"type": "http.response.start", "status": 200, "headers": _SSE_HEADERS + _raw(_id_header(form))})
+    begun: set[int] = set()
+    is_whole = False
+    try:
+        while not flow.is_finished:
+            if data := _events(form, deltas, begun, wants_logprobs):
+                await send({"type": "http.response.body", "body": data, "more_body": True})
             deltas = await flow.next()
-        except ApiError as error:
-            await self._refuse(flow, error, send)
-            return
-        await send({"type": "http.response.start", "status": 200, "headers": _SSE_HEADERS + _raw(self._id_header)})
-        begun: set[int] = set()
-        try:
-            while not flow.is_finished:
-                if data := self._events(deltas, begun, wants_logprobs):
-                    await send({"type": "http.response.body", "body": data, "more_body": True})
-                deltas = await flow.next()
-        except ApiError as error:
-            flow.close(error)
-            tail = b"data: " + error.body() + b"\n\n"
-        else:
-            flow.close(None)
-            tail = self._events(deltas, begun, wants_logprobs)
-            if flow.request.include_usage:
-                tail += form.usage_chunk(_usage(flow))
-        await send({"type": "http.response.body", "body": tail + DONE, "more_body": False})
-
-    def _show_prompts(self, flow: RequestFlow) -> None:
-        if flow.request.shows_prompt:
-            prompts = [prompt for prompt in flow.prompts for _ in range(flow.request.num_choices)]
-            self._form.prompts = [
-                ShownPrompt(prompt.text, prompt.token_ids, flow.prompt_logprobs(index))
-                for index, prompt in enumerate(prompts)
-            ]
-
-    async def _refuse(self, flow: RequestFlow, error: ApiError, send: Send) -> None:
+    except ApiError as error:
         flow.close(error)
-        await _send_body(error.status, error.body(), self._id_header | error.headers(), send)
+        tail = b"data: " + error.body() + b"\n\n"
+    else:
+        flow.close(None)
+        is_whole = True
+        tail = _events(form, deltas, begun, wants_logprobs)
+        if flow.request.include_usage:
+            tail += form.usage_chunk(_usage(flow))
+    await send({"type": "http.response.body", "body": tail + DONE, "more_body": False})
+    return is_whole
 
-    def _events(self, deltas: list[Delta], begun: set[int], wants_logprobs: bool) -> bytes:
-        """The deltas as SSE; those that have nothing to show yet (text held back) are left out."""
-        form = self._form
-        events = []
-        for delta in deltas:
-            if delta.index not in begun:
-                begun.add(delta.index)
-                events.append(form.opening(delta.index))
-            if delta.text or delta.finish_reason is not None or (wants_logprobs and delta.token_ids):
-                events.append(form.chunk(delta))
-        return b"".join(events)
+
+def _show_prompts(flow: RequestFlow, form: Format) -> None:
+    if flow.request.shows_prompt:
+        prompts = [prompt for prompt in flow.prompts for _ in range(flow.request.num_choices)]
+        form.prompts = [
+            ShownPrompt(prompt.text, prompt.token_ids, flow.prompt_logprobs(index))
+            for index, prompt in enumerate(prompts)
+        ]
+
+
+async def _refuse(flow: RequestFlow, form: Format, error: ApiError, send: Send) -> None:
+    flow.close(error)
+    await _send_body(error.status, error.body(), _id_header(form) | error.headers(), send)
+
+
+def _events(form: Format, deltas: list[Delta], begun: set[int], wants_logprobs: bool) -> bytes:
+    """The deltas as SSE; those that have nothing to show yet (text held back) are left out."""
+    events = []
+    for delta in deltas:
+        if delta.index not in begun:
+            begun.add(delta.index)
+            events.append(form.opening(delta.index))
+        if delta.text or delta.finish_reason is not None or (wants_logprobs and delta.token_ids):
+            events.append(form.chunk(delta))
+    return b"".join(events)
+
+
+def _id_header(form: Format) -> dict[str, str]:
+    return {"x-request-id": form.request_id}
 
 
 def _usage(flow: RequestFlow) -> dict[str, object]:
     return usage(flow.num_prompt_tokens, flow.num_generated_tokens, flow.num_cached_tokens)
 
 
-async def _until_disconnect(work: Coroutine[None, None, None], receive: Receive) -> None:
+async def until_disconnect(work: Coroutine[None, None, object], receive: Receive) -> None:
     """Run `work`, or as much of it as there is time for until the client goes away. Its exceptions are raised."""
     loop = asyncio.get_running_loop()
     working = loop.create_task(work)

@@ -12,6 +12,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field
 
 from router.admitted import Admitted
+from router.api_keys import ApiKey
 from router.caller import ANYBODY, Caller
 from router.control_link import ControlAddress, ControlLink
 from router.control_messages import QueueCounts
@@ -42,6 +43,10 @@ class RouterSettings(BaseModel):
     model_dir: Path = Field(description="Directory with tokenizer.json and tokenizer_config.json.")
     max_model_len: int = Field(ge=2, description="Tokens of a prompt and its answer together.")
     max_body_bytes: int = Field(default=4 << 20, ge=1, description="Size of a request's body.")
+    body_timeout_s: float = Field(default=60.0, gt=0, description="From a request's headers to the end of its body.")
+    api_keys: tuple[ApiKey, ...] = Field(
+        default=(), description="Of which clients must send one; none: all are let in."
+    )
     send_timeout_s: float = Field(
         default=60.0, gt=0, description="A client that reads nothing for so long counts as gone."
     )
@@ -89,6 +94,8 @@ class RouterService:
         self._pool: RankPool | None = None
         self._parts: FlowParts | None = None
         self._flows: set[RequestFlow] = set()
+        self._arriving: set[Admitted] = set()
+        """Before they are flows: those that wait for their place in the queue."""
         self._secret = b""
         self._is_drained = asyncio.Event()
 
@@ -145,22 +152,26 @@ class RouterService:
         )
         self._control.start()
 
-    async def admit(self, caller: Caller, headers: Headers, body: bytes) -> Admitted:
+    async def admit(self, request_id: str, caller: Caller, headers: Headers, body: bytes) -> Admitted:
         """Take a place in the queue for one request, whose body has come but is not parsed yet: refusing is cheap.
 
         Raises ApiError if there is none, with the time when there will be. The caller of this releases the place, or
-        hands it to `open_flow` together with `Admitted.caller`, by which its retries are known. `headers`: names in
-        lower case.
+        hands it to `open_flow` together with `Admitted.caller`, by which its retries are known. `request_id` is the
+        public one, of the answer. `headers`: names in lower case.
         """
         if self.is_shutting_down:
             raise _shutting_down()
         caller = with_retry_alias(caller, headers, body, self._secret)
-        admitted = Admitted(self.control.new_key(), caller, self.control)
+        caller = replace(caller, deadline_s=caller.deadline_s or self.settings.default_deadline_s)
+        admitted = Admitted(self.control.new_key(), request_id, caller, self.control)
+        self._arriving.add(admitted)
         try:
             await admitted.acquire()
         except BaseException:
             admitted.release()
             raise
+        finally:
+            self._arriving.discard(admitted)
         return admitted
 
     def open_flow(
@@ -195,10 +206,13 @@ class RouterService:
         """Where a request is, whoever's, by its public id, and why. Raises ApiError if nobody knows it."""
         check_request_id(request_id)
         flow = next((flow for flow in self._flows if flow.request_id == request_id), None)
+        arriving = next((each for each in self._arriving if each.request_id == request_id), None)
         # One that no rank has seen yet is not to wait for ranks' answers.
-        is_only_here = flow is not None and flow.num_choices == 0
+        is_only_here = arriving is not None or (flow is not None and flow.num_choices == 0)
         answers = [] if is_only_here else await self.pool.explain(request_id, self.settings.explain_timeout_s)
         in_router = flow.in_router() if flow in self._flows else None
+        if arriving is not None:
+            in_router = arriving.in_router()
         explanation = put_together(request_id, in_router, answers)
         if explanation.sequences:
             return explanation

@@ -179,8 +179,9 @@ async def test_a_request_that_is_not_counted_yet_is_in_the_router(tmp_path: Path
     async with running(tmp_path, acquire_timeout_s=20, max_num_queued_reqs=1) as cluster:
         cluster.control.is_mute = True
         asked = asyncio.create_task(cluster.complete())
-        await until(lambda: len(cluster.service._flows) == 1)
-        (sequence,) = (await explained(cluster, id_of_only_flow(cluster)))["sequences"]
+        await until(lambda: len(cluster.service._arriving) == 1)
+        (arriving,) = cluster.service._arriving
+        (sequence,) = (await explained(cluster, arriving.request_id))["sequences"]
         assert (sequence["state"], sequence["reason"]) == ("in_router", "admission")
         assert not cluster.ranks[0].explains
         asked.cancel()
@@ -199,12 +200,12 @@ async def test_a_request_whose_output_format_is_being_checked_is_in_the_router(
     async with running(tmp_path, max_num_queued_reqs=1, acquire_timeout_s=20) as cluster:
         cluster.control.is_mute = True
         asked = asyncio.create_task(cluster.complete(structured_outputs={"regex": "a+"}))
-        await until(lambda: len(cluster.service._flows) == 1)
-        request_id = id_of_only_flow(cluster)
-        (sequence,) = (await explained(cluster, request_id))["sequences"]
+        await until(lambda: len(cluster.service._arriving) == 1)
+        (arriving,) = cluster.service._arriving
+        (sequence,) = (await explained(cluster, arriving.request_id))["sequences"]
         assert sequence["reason"] == "admission"
         asked.cancel()
-        await until(lambda: not cluster.service._flows)
+        await until(lambda: not cluster.service._arriving)
         cluster.control.is_mute = False
         asked = asyncio.create_task(cluster.complete(structured_outputs={"regex": "a+"}))
         await until(lambda: [flow._stage for flow in cluster.service._flows] == [RouterStage.FORMAT_CHECK])

@@ -228,7 +228,7 @@ async def test_an_acquire_waits_for_the_control_actor_to_come_back(tmp_path: Pat
         await cluster.control.stop()
         await until(lambda: not cluster.service.control.is_connected)
         waiting = asyncio.create_task(cluster.complete())
-        await until(lambda: len(cluster.service._flows) == 1)
+        await until(lambda: len(cluster.service._arriving) == 1)
         await cluster.control.start()
         assert (await waiting).status_code == 200
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from router import request_headers
+from router.api_keys import ApiKey
 from router.errors import ApiError, Cause
 
 
@@ -18,10 +19,9 @@ def test_what_headers_ask_for() -> None:
             (b"x-serried-retry-token", b"abc="),
         ],
         arrived_at=3.0,
-        tenant="t",
-        account="a",
+        api_key=ApiKey(name="k", sha256="0" * 64, tenant="t"),
     )
-    assert (caller.arrived_at, caller.deadline_s, caller.tenant, caller.account) == (3.0, 1.5005, "t", "a")
+    assert (caller.arrived_at, caller.deadline_s, caller.tenant, caller.account) == (3.0, 1.5005, "t", "tenant:t")
     assert (caller.session_id, caller.rank_id, caller.retry_token) == ("s-1", "mixed/0", "abc=")
 
 
