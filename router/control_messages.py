@@ -44,6 +44,8 @@ class RankRecord(msgspec.Struct, frozen=True):
     role: PoolRole = PoolRole.MIXED
     block_size_bytes: int = 0
     """What is moved of a block when it is loaded elsewhere; 0: nothing is."""
+    max_num_batched_tokens: int = 2048
+    """Most tokens of one of its steps."""
 
 
 class Register(msgspec.Struct, frozen=True, tag="register"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -39,6 +40,7 @@ from router.peer import UNDECODABLE, PeerFault
 from router.placement import load_contains
 from router.prefix_index import PrefixIndex
 from router.rank_table import RankTable
+from router.room import Room, room
 
 logger = logging.getLogger(__name__)
 
@@ -61,9 +63,8 @@ class RankLink:
     """Use from the event loop that owns `connection`. While it is open, `prefixes` has what the rank's cache has, and
     `ranks` its figures, in the same row.
 
-    `on_idle` is called when the last live sequence has ended, `on_room` when a link that was
-    full `has_room` again, as its rank's next frame shows (there is one per second at least), `on_leave` when the rank
-    has said that it leaves.
+    `on_idle` is called when the last live sequence has ended, `on_frame` after each of the rank's frames, which may
+    show that there is room now (there is one per second at least), `on_leave` when it has said that it leaves.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class RankLink:
         ranks: RankTable,
         silence_timeout_s: float,
         on_idle: Callable[[RankLink], None],
-        on_room: Callable[[], None],
+        on_frame: Callable[[RankLink], None],
         on_leave: Callable[[], None],
         count: Callable[[PeerFault], None],
     ) -> None:
@@ -88,7 +89,7 @@ class RankLink:
         self._ranks = ranks
         self._silence_timeout_s = silence_timeout_s
         self._on_idle = on_idle
-        self._on_room = on_room
+        self._on_frame_taken = on_frame
         self._on_leave = on_leave
         self._count = count
         self._loop = asyncio.get_running_loop()
@@ -97,10 +98,14 @@ class RankLink:
         self._next_id = 1
         self._next_query = 1
         self._live: dict[int, Choice] = {}
+        self._priority_of: dict[int, int] = {}
+        """Of those that are live."""
+        self._num_of_priority: Counter[int] = Counter()
         self._queries: dict[int, asyncio.Future[Explained | None]] = {}
         self._unseen: dict[int, _Unseen] = {}
         self._num_unseen_tokens = 0
-        self._is_full = False
+        self._num_held_sequences = 0
+        self._num_held_tokens = 0
         self._moves: asyncio.TimerHandle | None = None
         """Of a rank that leaves: when others are to go on with what runs there."""
         self._last_frame_at = self._loop.time()
@@ -125,14 +130,31 @@ class RankLink:
         return len(self._live)
 
     @property
-    def has_room(self) -> bool:
-        """Whether another request may be submitted now."""
-        return self._connection.num_unsent_bytes < MAX_UNSENT_BYTES
-
-    @property
     def is_leaving(self) -> bool:
         """The rank wants no new work: nothing more is to be submitted."""
         return self._moves is not None
+
+    @property
+    def room(self) -> Room:
+        """What may be submitted now."""
+        if self._connection.num_unsent_bytes >= MAX_UNSENT_BYTES:
+            return Room.NONE
+        return room(self.record, self.load, self._num_new_sequences, self._num_new_tokens)
+
+    def yields_to(self, priority: int) -> bool:
+        """Whether the rank would put aside what runs there for one of this priority, and none waits for that yet."""
+        least_urgent = max(self._num_of_priority, default=priority)
+        return least_urgent > priority and self.load.num_waiting + self._num_new_sequences == 0
+
+    def hold(self, num_sequences: int, num_tokens: int) -> None:
+        """Room for them is not for others, until whoever was promised it gives it back."""
+        self._num_held_sequences += num_sequences
+        self._num_held_tokens += num_tokens
+        self._show()
+
+    def give_back(self, num_sequences: int, num_tokens: int) -> None:
+        """What was held, to submit to it at once, or because nobody will."""
+        self.hold(-num_sequences, -num_tokens)
 
     def submit(self, prepared: Submit, choice: Choice, num_new_tokens: int) -> int:
         """Send what is prepared, under an id of the link's own, to the rank; returns the id to abort it by.
@@ -142,12 +164,13 @@ class RankLink:
         request_id = self._next_id
         self._next_id += 1
         self._live[request_id] = choice
+        self._priority_of[request_id] = prepared.priority
+        self._num_of_priority[prepared.priority] += 1
         self._unseen[request_id] = _Unseen(self.load.num_steps, num_new_tokens)
         self._num_unseen_tokens += num_new_tokens
         if not self._connection.send(self._encoder.encode(msgspec.structs.replace(prepared, id=request_id))):
             self._forget(request_id)
             choice.lose(self._lost("closed"))
-        self._is_full = not self.has_room
         self._show()
         return request_id
 
@@ -176,7 +199,8 @@ class RankLink:
         answer: asyncio.Future[Explained | None] = self._loop.create_future()
         explained: Explained | None = None
         # A rank that is behind with reading would not answer in time, and must not be sent more.
-        if self.has_room and self._connection.send(self._encoder.encode(Explain(query, request_id))):
+        is_behind = self._connection.num_unsent_bytes >= MAX_UNSENT_BYTES
+        if not is_behind and self._connection.send(self._encoder.encode(Explain(query, request_id))):
             self._queries[query] = answer
             try:
                 async with asyncio.timeout(timeout_s):
@@ -192,8 +216,11 @@ class RankLink:
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless the figures agree with each other."""
+        assert self._priority_of.keys() == self._live.keys()
+        assert self._num_of_priority == Counter(self._priority_of.values())
         assert self._unseen.keys() <= self._live.keys(), "an ended sequence is still counted as unseen"
         assert self._num_unseen_tokens == sum(unseen.num_tokens for unseen in self._unseen.values())
+        assert min(self._num_held_sequences, self._num_held_tokens) >= 0, "more was given back than held"
 
     def _on_frame(self, payload: bytes) -> None:
         try:
@@ -257,10 +284,8 @@ class RankLink:
                 self._saw(request_id)
         if frame.prefixes is not None:
             self._on_prefixes(frame.prefixes)
-        was_full, self._is_full = self._is_full, not self.has_room
         self._show()
-        if was_full and not self._is_full:
-            self._on_room()
+        self._on_frame_taken(self)
         if frame.ends:
             self._tell_if_idle()
 
@@ -296,8 +321,17 @@ class RankLink:
     def _show(self) -> None:
         """What `ranks` is to say of this one, after a change of it."""
         if self.is_open:
-            self._ranks.update(self.row, self.load, len(self._unseen), self._num_unseen_tokens)
-            self._ranks.set_room(self.row, not self._is_full)
+            self._ranks.update(self.row, self.load, self._num_new_sequences, self._num_new_tokens)
+            self._ranks.set_room(self.row, self.room)
+
+    @property
+    def _num_new_sequences(self) -> int:
+        """Those that the rank's figures do not contain."""
+        return len(self._unseen) + self._num_held_sequences
+
+    @property
+    def _num_new_tokens(self) -> int:
+        return self._num_unseen_tokens + self._num_held_tokens
 
     def _saw(self, request_id: int) -> None:
         unseen = self._unseen.pop(request_id, None)
@@ -306,6 +340,11 @@ class RankLink:
 
     def _forget(self, request_id: int) -> Choice | None:
         self._saw(request_id)
+        priority = self._priority_of.pop(request_id, None)
+        if priority is not None:
+            self._num_of_priority[priority] -= 1
+            if not self._num_of_priority[priority]:
+                del self._num_of_priority[priority]
         return self._live.pop(request_id, None)
 
     def _tell_if_idle(self) -> None:
@@ -327,6 +366,8 @@ class RankLink:
         self._prefixes.forget(self.record.boot_id)
         self._ranks.forget(self.row)
         live, self._live = self._live, {}
+        self._priority_of.clear()
+        self._num_of_priority.clear()
         for answer in self._queries.values():
             if not answer.done():
                 answer.set_result(None)

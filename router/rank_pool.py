@@ -14,10 +14,11 @@ from functools import partial
 
 from kv_transfer.connection import Connection, connect
 from router.control_messages import RankRecord
+from router.dispatcher import Dispatcher
 from router.errors import ApiError, Cause
 from router.explanation import RankAnswer
 from router.peer import PeerFault, keep_connected
-from router.placement import Leg, Wanted, num_uncached_tokens
+from router.placement import Leg, num_uncached_tokens
 from router.placement_policies import PlacementPolicy
 from router.prefix_index import NOTHING_CACHED, CachedPrefix, PrefixIndex, PromptPrefix
 from router.rank_link import RankLink
@@ -41,13 +42,17 @@ class RankPool:
         wait_timeout_s: float,
         silence_timeout_s: float,
         count: Callable[[PeerFault], None],
+        observe_wait: Callable[[float], None] = lambda _: None,
         falls_back: bool = True,
+        by_priority: bool = False,
     ) -> None:
-        """`falls_back`: where ranks of the right role are missing, others take their part."""
+        """`falls_back`: where ranks of the right role are missing, others take their part.
+
+        `observe_wait` is told how long each placing took.
+        """
         self._secret = secret
         self._falls_back = falls_back
         self._name = name
-        self._policy = policy
         self._wait_timeout_s = wait_timeout_s
         self._silence_timeout_s = silence_timeout_s
         self._count = count
@@ -59,7 +64,18 @@ class RankPool:
         self.ranks = RankTable()
         """The figures of each connected rank."""
         self._links_by_row: dict[int, RankLink] = {}
-        self._changed = asyncio.Event()
+        self.dispatcher = Dispatcher(
+            self.ranks,
+            policy,
+            link_of=self._link_of,
+            cached=self._cached,
+            no_rank=self._no_rank,
+            falls_back=falls_back,
+            by_priority=by_priority,
+            wait_timeout_s=wait_timeout_s,
+            observe_wait=observe_wait,
+        )
+        """Who gets which rank, and when."""
 
     @property
     def links(self) -> list[RankLink]:
@@ -82,7 +98,7 @@ class RankPool:
         return {
             "num_ranks_known": self.num_members,
             "num_ranks_connected": len(links),
-            "num_ranks_with_room": sum(link.has_room and not link.is_leaving for link in links),
+            "num_ranks_with_room": sum(self.ranks.has_room(link.row) for link in links),
         }
 
     def reconcile(self, members: Sequence[RankRecord]) -> None:
@@ -101,7 +117,7 @@ class RankPool:
                 keeper = asyncio.get_running_loop().create_task(self._keep(record), name=f"rank {record.rank_id}")
                 self._keepers[boot_id] = keeper
                 keeper.add_done_callback(partial(self._on_kept, boot_id))
-        self._wake()
+        self.dispatcher.ranks_changed()
 
     def expects(self, leg: Leg) -> bool:
         """Whether a rank that is made for this leg is connected, or must be waited for."""
@@ -124,45 +140,22 @@ class RankPool:
         """How many of the prompt's tokens this rank would have to compute, or load, as far as is known."""
         return num_uncached_tokens(prompt.num_tokens, self._cached(prompt).num_tokens(link.row))
 
-    def find(self, leg: Leg, prompt: PromptPrefix, preferred: RankLink | None = None) -> RankLink | None:
-        """The rank for this leg of a request, to be submitted at once; None if no rank can take it now.
+    def least_uncached_tokens(self, prompt: PromptPrefix) -> int:
+        """As many the rank would have to compute that has most of it cached."""
+        most = max((num_tokens for _, num_tokens in self._cached(prompt).depths), default=0)
+        return num_uncached_tokens(prompt.num_tokens, most)
 
-        Of those that could, it is `preferred`, if that is one: where the request was before, or is expected.
-        """
-        candidates = self.ranks.candidates(leg, falls_back=self._falls_back)
-        if preferred is not None and preferred.is_open and preferred.row in candidates.rows:
-            return preferred
-        if not candidates:
-            return None
-        index = self._policy.choose(Wanted(leg, prompt.num_tokens, self._cached(prompt)), candidates)
-        if index is None:
-            return None
-        link = self._links_by_row[int(candidates.rows[index])]
-        if link.is_open:
-            return link
-        # Its end is not known to all yet.
-        self.ranks.set_member(link.row, False)
-        return self.find(leg, prompt)
+    def _link_of(self, row: int) -> RankLink | None:
+        link = self._links_by_row.get(row)
+        return link if link is not None and link.is_open else None
 
-    async def pick(self, leg: Leg, prompt: PromptPrefix, preferred: RankLink | None = None) -> RankLink:
-        """As `find`; waits a little while no rank can take it. Raises ApiError if there still is none."""
-        deadline = asyncio.get_running_loop().time() + self._wait_timeout_s
-        while (link := self.find(leg, prompt, preferred)) is None:
-            changed = self._changed
-            try:
-                async with asyncio.timeout_at(deadline):
-                    await changed.wait()
-            except TimeoutError:
-                raise ApiError(
-                    Cause.NO_RANK_AVAILABLE,
-                    f"no rank can take the request ({self.num_members} known, {len(self.links)} connected, "
-                    f"{self._num_suitable(leg)} of them for its {leg} part); waited {self._wait_timeout_s:g} s for "
-                    "one, try again later",
-                ) from None
-        return link
-
-    def _num_suitable(self, leg: Leg) -> int:
-        return self.ranks.suitable(leg, falls_back=self._falls_back).size
+    def _no_rank(self, leg: Leg) -> ApiError:
+        num_suitable = self.ranks.suitable(leg, falls_back=self._falls_back).size
+        return ApiError(
+            Cause.NO_RANK_AVAILABLE,
+            f"no rank can take the request ({self.num_members} known, {len(self.links)} connected, {num_suitable} of "
+            f"them for its {leg} part); waited {self._wait_timeout_s:g} s for one, try again later",
+        )
 
     async def explain(self, request_id: str, timeout_s: float) -> list[RankAnswer]:
         """What each connected rank knows of a request, those included that are no members any more."""
@@ -185,6 +178,7 @@ class RankPool:
         for link in self._links.values():
             link.check_integrity()
         self.prefixes.check_integrity()
+        self.dispatcher.check_integrity()
 
     async def _keep(self, record: RankRecord) -> None:
         """Hold a connection to the rank while it is a member."""
@@ -213,20 +207,20 @@ class RankPool:
             ranks=self.ranks,
             silence_timeout_s=self._silence_timeout_s,
             on_idle=self._close_if_no_member,
-            on_room=self._wake,
-            on_leave=self._wake,
+            on_frame=self.dispatcher.serve,
+            on_leave=self.dispatcher.ranks_changed,
             count=self._count,
         )
         self._links[record.boot_id] = self._links_by_row[link.row] = link
         self.ranks.set_member(link.row, record.boot_id in self._members and not link.is_leaving)
-        self._wake()
+        self.dispatcher.ranks_changed()
         try:
             return await asyncio.shield(link.closed)
         finally:
             del self._links[record.boot_id]
             if self._links_by_row[link.row] is link:
                 del self._links_by_row[link.row]
-            self._wake()
+            self.dispatcher.ranks_changed()
 
     def _on_kept(self, boot_id: str, keeper: asyncio.Task[None]) -> None:
         if self._keepers.get(boot_id) is keeper:
@@ -239,7 +233,3 @@ class RankPool:
     def _close_if_no_member(self, link: RankLink) -> None:
         if link.record.boot_id not in self._members and link.is_open:
             link.close("the rank is no longer a member")
-
-    def _wake(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()

@@ -19,6 +19,7 @@ from rank_scheduler.messages import KvTransferLoad, RankLoad
 from router.control_messages import PoolRole, RankRecord
 from router.placement import ROLES, Candidate, Leg
 from router.rank_rates import Column, RankRates, lags, like_peers, lower_median
+from router.room import Room
 
 DEFAULT_PREFILL_S_PER_TOKEN = 1e-4
 """While no rank has computed a prompt."""
@@ -30,6 +31,8 @@ _HAS_ROLE = {
     leg: tuple(np.array([role in roles for role in PoolRole]) for roles in both) for leg, both in ROLES.items()
 }
 """By leg: for those made for it, and for the others, whether the role of that code is one of them."""
+
+_NEEDED_ROOM = {Leg.WHOLE: Room.PROMPT, Leg.PREFILL: Room.PROMPT, Leg.DECODE: Room.SLOT}
 
 _FIRST_CAPACITY = 16
 
@@ -67,7 +70,7 @@ class RankTable:
         """Rows whose speed may have changed since they were compared."""
         self._role = np.zeros(_FIRST_CAPACITY, np.int8)
         self._is_member = np.zeros(_FIRST_CAPACITY, bool)
-        self._has_room = np.zeros(_FIRST_CAPACITY, bool)
+        self._room = np.zeros(_FIRST_CAPACITY, np.int8)
         self._candidates: dict[tuple[Leg, bool], Candidates] = {}
         """Those asked for since room or membership changed."""
 
@@ -88,7 +91,7 @@ class RankTable:
         self._role[row] = _ROLE_CODES[record.role]
         digest = hashlib.blake2b(record.boot_id.encode(), digest_size=8).digest()
         self.seeds[row] = int.from_bytes(digest, "little")
-        self._is_member[row] = self._has_room[row] = True
+        self._is_member[row], self._room[row] = True, Room.ANYTHING
         for shown in (self._shown_prefill_s, self._shown_load_s, self._shown_step_s, self._shown_running):
             shown[row] = np.nan
         self._candidates.clear()
@@ -101,7 +104,7 @@ class RankTable:
         if self._rows[record.rank_id] == row:
             del self._rows[record.rank_id]
         del self._loads[row], self._unseen[row], self._rates[row]
-        self._is_member[row] = self._has_room[row] = False
+        self._is_member[row], self._room[row] = False, Room.NONE
         self._candidates.clear()
 
     def update(self, row: int, load: RankLoad, num_unseen_sequences: int, num_unseen_tokens: int) -> None:
@@ -129,10 +132,10 @@ class RankTable:
             self._shown_load_s[row] = transfers.load_seconds_sum / num_tokens
             self._on_news()
 
-    def set_room(self, row: int, has_room: bool) -> None:
-        """Whether it takes another sequence now."""
-        if self._has_room[row] != has_room:
-            self._has_room[row] = has_room
+    def set_room(self, row: int, room: Room) -> None:
+        """What it takes now."""
+        if self._room[row] != room:
+            self._room[row] = room
             self._candidates.clear()
 
     def set_member(self, row: int, is_member: bool) -> None:
@@ -140,6 +143,18 @@ class RankTable:
         if self._is_member[row] != is_member:
             self._is_member[row] = is_member
             self._candidates.clear()
+
+    def is_member(self, row: int) -> bool:
+        """Whether it gets new work at all."""
+        return bool(self._is_member[row])
+
+    def is_idle(self, row: int) -> bool:
+        """Whether it takes anything."""
+        return bool(self._room[row] == Room.ANYTHING)
+
+    def has_room(self, row: int, leg: Leg = Leg.WHOLE) -> bool:
+        """Whether it takes this part of a request now."""
+        return bool(self._is_member[row] and self._room[row] >= _NEEDED_ROOM[leg])
 
     def row_of(self, rank_id: str) -> int | None:
         """Of a member; None if there is none of that name."""
@@ -164,7 +179,7 @@ class RankTable:
         found = self._candidates.get((leg, falls_back))
         if found is None:
             suitable = self.suitable(leg, falls_back=falls_back)
-            found = Candidates(self, suitable[self._has_room[suitable]], suitable)
+            found = Candidates(self, suitable[self._room[suitable] >= _NEEDED_ROOM[leg]], suitable)
             self._candidates[leg, falls_back] = found
         return found
 

@@ -32,13 +32,18 @@ from router.control_messages import PoolRole
 from router.errors import ApiError, Cause
 from router.metrics import FailoverOutcome, RouterMetrics
 from router.placement import Leg
+from router.placing import Placing
 from router.prefix_index import PromptPrefix
 from router.protocol import ChatCompletionRequest, CompletionRequest
 from router.rank_link import RankLink
 from router.rank_pool import RankPool
 from router.tokenizer import ChatTokenizer
+from router.waiting_line import Turn
 
 logger = logging.getLogger(__name__)
+
+MAX_OUTPUT_ALLOWANCE = 256
+"""Its tenant is charged for so many tokens to generate at most: most sequences end earlier than they are asked to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +56,8 @@ class SequenceRules:
     """Shorter prompts are not worth a prefill rank; None: there are no such ranks."""
     max_failovers: int
     """So often a sequence may lose its rank and go to another."""
+    by_priority: bool = False
+    """Requests of higher priority are placed first, as their ranks run them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -114,20 +121,57 @@ class Sequences:
         """How many wait for another rank that goes on with them."""
         return len(self._moves)
 
-    async def place(self, prompt: PromptPrefix, num_generated: int = 0) -> tuple[Leg, RankLink]:
-        """The rank that begins with this prompt, and what has been generated behind it, and whether another goes on.
+    async def place(self, prompt: PromptPrefix) -> tuple[Leg, RankLink]:
+        """The rank that begins with this prompt, for all its choices, and whether another goes on. Raises ApiError."""
+        return await self._place(prompt, self._request.num_choices)
 
-        That is a prefill rank only if the one that would best take it whole had too much of it to compute. Raises
-        ApiError if there is none.
+    async def _place(
+        self, prompt: PromptPrefix, num_sequences: int, moved: _Sequence | None = None
+    ) -> tuple[Leg, RankLink]:
+        """`moved`: it is for this one, which has lost its rank, and goes on behind what it has generated.
+
+        That is a prefill rank only if the one that would best take it whole had too much of it to compute.
         """
         await self._tokenizer.hash_prefix(prompt, self._pool.hashed_block_sizes)
-        least = self._rules.remote_prefill_min_tokens
-        if least is None or prompt.num_tokens + num_generated < least:
-            return Leg.WHOLE, await self._pool.pick(Leg.WHOLE, prompt)
-        link = self._pool.find(Leg.WHOLE, prompt)
-        if link is not None and self._pool.num_uncached_tokens(prompt, link) + num_generated < least:
-            return Leg.WHOLE, link
-        return Leg.PREFILL, await self._pool.pick(Leg.PREFILL, prompt)
+        num_generated = 0 if moved is None else len(moved.choice.generated)
+        placing = self._placing(Leg.WHOLE, prompt, num_sequences, num_generated, is_move=moved is not None)
+        least, dispatcher = self._rules.remote_prefill_min_tokens, self._pool.dispatcher
+        if least is not None and placing.num_tokens >= least and placing.rank_id is None:
+            link = dispatcher.peek(placing, needs_room=False)
+            if link is None or self._pool.num_uncached_tokens(prompt, link) + num_generated >= least:
+                placing.leg = Leg.PREFILL
+        return placing.leg, await dispatcher.place(placing)
+
+    def _placing(
+        self,
+        leg: Leg,
+        prompt: PromptPrefix,
+        num_sequences: int = 1,
+        num_generated: int = 0,
+        *,
+        is_move: bool,
+        preferred: RankLink | None = None,
+    ) -> Placing:
+        request, caller = self._request, self._caller
+        num_tokens = self._pool.least_uncached_tokens(prompt) + num_generated
+        allowance = min(request.asked_max_tokens or MAX_OUTPUT_ALLOWANCE, MAX_OUTPUT_ALLOWANCE)
+        return Placing(
+            leg,
+            prompt,
+            Turn(
+                caller.tenant,
+                caller.weight,
+                num_tokens + num_sequences * allowance,
+                (request.priority or 0) if self._rules.by_priority else 0,
+                is_move,
+            ),
+            self._request_id,
+            num_sequences,
+            num_generated,
+            session_id=caller.session_id,
+            rank_id=None if is_move else caller.rank_id,
+            preferred=preferred,
+        )
 
     def begin(self, leg: Leg, link: RankLink, token_ids: bytes, prefix: PromptPrefix, sampling: SamplingParams) -> None:
         """One more sequence, on that rank. `token_ids`: its prompt as little-endian int32."""
@@ -199,7 +243,9 @@ class Sequences:
             return
         if not submit.reads_prefix_cache or submit.encoder_inputs:
             return
-        link = self._pool.find(Leg.DECODE, sequence.prefix, sequence.next_link or sequence.link)
+        preferred = sequence.next_link or sequence.link
+        placing = self._placing(Leg.DECODE, sequence.prefix, is_move=True, preferred=preferred)
+        link = self._pool.dispatcher.peek(placing, needs_room=True)
         if link is None or link is sequence.link:
             return
         sequence.next_link = link
@@ -215,15 +261,17 @@ class Sequences:
             self._start_move(choice, self._place_anew(sequence, FailoverOutcome.LEFT, _left(sequence)))
             return
         preferred, sequence.next_link = sequence.next_link or sequence.link, None
-        link = self._pool.find(Leg.DECODE, sequence.prefix, preferred)
+        num_generated = len(choice.generated)
+        placing = self._placing(Leg.DECODE, sequence.prefix, 1, num_generated, is_move=True, preferred=preferred)
+        link = self._pool.dispatcher.try_now(placing)
         if link is not None:
             self._go_on(sequence, link, end, handed_off_at)
         else:
-            self._start_move(choice, self._move(sequence, preferred, end, handed_off_at))
+            self._start_move(choice, self._move(sequence, placing, end, handed_off_at))
 
-    async def _move(self, sequence: _Sequence, preferred: RankLink, end: End, handed_off_at: float) -> None:
+    async def _move(self, sequence: _Sequence, placing: Placing, end: End, handed_off_at: float) -> None:
         try:
-            link = await self._pool.pick(Leg.DECODE, sequence.prefix, preferred)
+            link = await self._pool.dispatcher.place(placing)
         except ApiError as error:
             sequence.choice.fail(error)
         else:
@@ -246,7 +294,9 @@ class Sequences:
         if self._is_closed or choice.is_ended or sequence.is_leaving:
             return
         is_prefill = not choice.generated and sequence.link.record.role is PoolRole.PREFILL
-        if self._pool.find(Leg.PREFILL if is_prefill else Leg.WHOLE, sequence.prefix) is None:
+        leg = Leg.PREFILL if is_prefill else Leg.WHOLE
+        placing = self._placing(leg, sequence.prefix, 1, len(choice.generated), is_move=True)
+        if self._pool.dispatcher.peek(placing, needs_room=True) is None:
             return
         sequence.next_link = None
         if choice.generated:
@@ -279,7 +329,7 @@ class Sequences:
         lost_at = self._loop.time()
         choice = sequence.choice
         try:
-            leg, link = await self.place(sequence.prefix, len(choice.generated))
+            leg, link = await self._place(sequence.prefix, 1, sequence)
         except ApiError as no_rank:
             self._metrics.failover(FailoverOutcome.NO_RANK)
             choice.fail(ApiError(error.cause, f"{error.message}, and {no_rank.message}"))

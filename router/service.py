@@ -126,6 +126,7 @@ class RouterService:
             silence_timeout_s=settings.rank_silence_timeout_s,
             count=partial(self.metrics.peer_fault, "rank"),
             falls_back=settings.pd_fallback,
+            by_priority=settings.policy == "priority",
         )
         self._control = ControlLink(
             control_address,
@@ -146,6 +147,7 @@ class RouterService:
                 stream_interval=settings.stream_interval,
                 remote_prefill_min_tokens=settings.remote_prefill_min_tokens,
                 max_failovers=settings.max_failovers,
+                by_priority=settings.policy == "priority",
             ),
             max_model_len=settings.max_model_len,
             policy=settings.policy,

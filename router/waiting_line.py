@@ -20,6 +20,7 @@ from bisect import insort
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from heapq import heapify, heappop, heappush, heapreplace, nlargest
 from itertools import takewhile
 from typing import Generic, TypeVar
@@ -29,6 +30,18 @@ _Level = tuple[bool, int]
 
 MAX_IDLE_TENANTS = 1024
 """Of those that do not wait, so many are remembered: the ones that are furthest ahead of virtual time."""
+MAX_PASSED = 8
+"""So many whom a rank's room does not suit it looks past at most."""
+
+
+class Answer(Enum):
+    """To an offer of room."""
+
+    TAKEN = auto()
+    UNSUITED = auto()
+    """Not by this one; nothing has changed."""
+    NO_ROOM = auto()
+    """There is none; nothing has changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +58,11 @@ class Turn:
     @property
     def level(self) -> _Level:
         return (False, 0) if self.is_move else (True, self.priority)
+
+    @property
+    def account(self) -> str:
+        """Whom it is charged to: moves are nobody's, so that they go in order of arrival."""
+        return "" if self.is_move else self.tenant
 
 
 @dataclass(slots=True, eq=False)
@@ -84,7 +102,7 @@ class _FairQueue(Generic[_Item]):
 
     def push(self, waiter: Waiter[_Item], *, at_front: bool = False) -> None:
         """`at_front`: it was offered room that did not do for it."""
-        name, pin = waiter.turn.tenant, waiter.pin
+        name, pin = waiter.turn.account, waiter.pin
         tenant = self._tenants.get(name)
         if tenant is None:
             self._tidy()
@@ -101,7 +119,7 @@ class _FairQueue(Generic[_Item]):
             heappush(self._heaps.setdefault(pin, []), (tenant.tag, waiter.serial, tenant))
 
     def remove(self, waiter: Waiter[_Item]) -> None:
-        tenant = self._tenants[waiter.turn.tenant]
+        tenant = self._tenants[waiter.turn.account]
         queue = tenant.queues[waiter.pin]
         del queue[waiter.serial]
         self.num_waiting -= 1
@@ -110,7 +128,7 @@ class _FairQueue(Generic[_Item]):
 
     def charge(self, waiter: Waiter[_Item]) -> None:
         """It has been given its room, and removed."""
-        tenant, turn = self._tenants[waiter.turn.tenant], waiter.turn
+        tenant, turn = self._tenants[waiter.turn.account], waiter.turn
         self._virtual_time = max(self._virtual_time, tenant.tag)
         tenant.tag += turn.num_tokens / turn.weight
 
@@ -121,7 +139,7 @@ class _FairQueue(Generic[_Item]):
         for pin in pins:
             waiter = self._first(pin)
             if waiter is not None:
-                key = (self._tenants[waiter.turn.tenant].tag, waiter.serial)
+                key = (self._tenants[waiter.turn.account].tag, waiter.serial)
                 if least is None or key < least:
                     least, found = key, waiter
         return found
@@ -221,33 +239,29 @@ class WaitingLine(Generic[_Item]):
         before = takewhile(lambda level: level <= turn.level, self._levels)
         return any(self._queues[level].has(pin) for level in before for pin in pins)
 
-    def serve(
-        self,
-        pins: Sequence[str | None],
-        has_room: Callable[[], bool],
-        try_take: Callable[[Waiter[_Item]], bool],
-        max_bypasses: int,
-    ) -> int:
-        """Offer a rank's room to those with one of these pins, in order, while there is some; how many took of it.
+    def serve(self, pins: Sequence[str | None], offer: Callable[[Waiter[_Item]], Answer], max_bypasses: int) -> int:
+        """Offer a rank's room to those with one of these pins, in order, until there is none; how many took of it.
 
-        `try_take`: False if the room does not do for this one, which changes nothing. Such a one may be passed
-        `max_bypasses` times by later ones; then nobody does.
+        One whom it does not suit may be passed `max_bypasses` times by later ones; then nobody does.
         """
         passed: list[Waiter[_Item]] = []
         levels: set[_Level] = set()
         num_taken = 0
-        while has_room() and (waiter := self._first(pins)) is not None:
+        while (waiter := self._first(pins)) is not None:
             level = waiter.turn.level
             levels.add(level)
             self._remove(waiter)
-            if try_take(waiter):
+            answer = offer(waiter)
+            if answer is Answer.TAKEN:
                 self._queues[level].charge(waiter)
                 num_taken += 1
                 if passed:
                     passed[0].num_bypasses += 1
             else:
                 passed.append(waiter)
-            if passed and max(passed[0].num_bypasses, len(passed) - 1) >= max_bypasses:
+            if answer is Answer.NO_ROOM or len(passed) > MAX_PASSED:
+                break
+            if passed and passed[0].num_bypasses >= max_bypasses:
                 break
         for waiter in reversed(passed):
             self._insert(waiter, at_front=True)

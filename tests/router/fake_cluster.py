@@ -126,6 +126,8 @@ class FakeRank:
     greetings: list[bytes] = field(default_factory=list)
     """What the next connections begin with, in place of a frame."""
     role: PoolRole = PoolRole.MIXED
+    max_num_seqs: int = 256
+    num_blocks: int = 64
     tickets: list[KvParams] = field(default_factory=list)
     """What it tells of a prompt that it is to hand off, in a step each before its token."""
     prefetches: list[Prefetch] = field(default_factory=list)
@@ -149,7 +151,21 @@ class FakeRank:
         port = await self.listener.start(HOST)
         self._stepper = asyncio.create_task(self._steps())
         rank_id, boot_id = f"{self.role}/{self.index}", f"boot-{self.index}"
-        return RankRecord(rank_id, str(self.role), boot_id, HOST, port, 1, "n", 512, 8, 64, 16, role=self.role)
+        return RankRecord(
+            rank_id,
+            str(self.role),
+            boot_id,
+            HOST,
+            port,
+            1,
+            "n",
+            512,
+            self.max_num_seqs,
+            self.num_blocks,
+            16,
+            role=self.role,
+            max_num_batched_tokens=1_000_000,
+        )
 
     async def stop(self) -> None:
         if self._stepper is not None:
@@ -199,8 +215,8 @@ class FakeRank:
     def load(self) -> RankLoad:
         return RankLoad(
             num_running=len(self.live),
-            num_free_blocks=48,
-            num_blocks=64,
+            num_free_blocks=self.num_blocks - 16,
+            num_blocks=self.num_blocks,
             num_steps=self.num_steps,
             num_prompt_tokens=7,
             num_deferred=2,
@@ -477,6 +493,8 @@ async def running(
     max_num_queued_reqs: int | None = None,
     max_num_queued_tokens: int | None = None,
     greetings: SequenceOf[bytes] = (),
+    max_num_seqs: int = 256,
+    num_blocks: int = 64,
     **settings: Any,
 ) -> AsyncIterator[Cluster]:
     """A router with its ranks, one of each of `roles` or `num_ranks` mixed ones, all connected.
@@ -485,7 +503,10 @@ async def running(
     """
     tokens = byte_tokenizer().encode(reply).ids if isinstance(reply, str) else reply
     roles = roles or [PoolRole.MIXED] * num_ranks
-    ranks = [FakeRank(index, tokens, greetings=list(greetings), role=role) for index, role in enumerate(roles)]
+    ranks = [
+        FakeRank(index, tokens, greetings=list(greetings), role=role, max_num_seqs=max_num_seqs, num_blocks=num_blocks)
+        for index, role in enumerate(roles)
+    ]
     control = FakeControl(Ledger(max_num_queued_reqs, max_num_queued_tokens))
     control.records = [await rank.start() for rank in ranks]
     await control.start()

@@ -239,7 +239,7 @@ async def test_a_text_that_can_never_fit_is_not_encoded(tmp_path: Path) -> None:
 
 @in_loop
 async def test_the_prompt_tokens_of_one_request_are_limited(tmp_path: Path) -> None:
-    async with running(tmp_path, max_model_len=20_000) as cluster:
+    async with running(tmp_path, max_model_len=20_000, num_blocks=1_000_000) as cluster:
         error = check_error(
             await cluster.complete([5] * 8193, n=128, max_tokens=1), 400, "invalid_request",
             "8193", "128", "1048704", "1048576",
@@ -253,7 +253,7 @@ async def test_the_prompt_tokens_of_one_request_are_limited(tmp_path: Path) -> N
 
 @in_loop
 async def test_a_request_at_the_limit_leaves_other_streams_alive(tmp_path: Path) -> None:
-    async with running(tmp_path, max_model_len=20_000) as cluster:
+    async with running(tmp_path, max_model_len=20_000, num_blocks=1_000_000) as cluster:
         rank = cluster.ranks[0]
         rank.allowance = 1
         async with cluster.client.stream(

@@ -16,6 +16,7 @@ from router.control_messages import Members
 from router.explanation import InRouter, RankAnswer, RouterStage, put_together
 from router.grammar_check import GrammarChecker
 from router.rank_link import RankLink
+from router.room import Room
 from router.service import RouterService
 from tests.router.fake_cluster import SECRET, Cluster, in_loop, running, until
 
@@ -221,7 +222,7 @@ async def test_a_request_of_which_a_rank_has_a_part_is_in_both(tmp_path: Path, m
     async with running(tmp_path, rank_wait_timeout_s=20) as cluster:
         rank = cluster.ranks[0]
         rank.allowance = 0
-        monkeypatch.setattr(RankLink, "has_room", property(lambda link: not link.num_live))
+        monkeypatch.setattr(RankLink, "room", property(lambda link: Room.NONE if link.num_live else Room.PROMPT))
         asked = asyncio.create_task(cluster.complete(["a", "b"]))
         await until(lambda: len(rank.submits) == 1)
         monkeypatch.undo()

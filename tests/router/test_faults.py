@@ -22,6 +22,7 @@ from router.protocol import (
     MAX_STOP_CHARACTERS,
 )
 from router.rank_link import MAX_UNSENT_BYTES
+from router.room import Room
 from tests.router.fake_cluster import HOST, MODEL, Cluster, FakeRank, in_loop, running, until
 
 MANY = "x" * 200
@@ -303,7 +304,7 @@ async def test_shutting_down_ends_streams_and_refuses_what_comes(tmp_path: Path)
 
 @in_loop
 async def test_a_burst_is_spread_evenly_over_two_ranks(tmp_path: Path) -> None:
-    async with running(tmp_path, num_ranks=2, reply="ok") as cluster:
+    async with running(tmp_path, num_ranks=2, reply="ok", num_blocks=4_096) as cluster:
         for rank in cluster.ranks:
             rank.allowance = 0
         burst = [asyncio.create_task(cluster.complete("x" * (1 + i * 37 % 200), max_tokens=3)) for i in range(60)]
@@ -320,7 +321,7 @@ async def test_a_rank_that_is_behind_with_reading_gets_no_more_until_it_reads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("router.rank_link.MAX_UNSENT_BYTES", 500_000)
-    async with running(tmp_path, max_model_len=20_000, rank_wait_timeout_s=20) as cluster:
+    async with running(tmp_path, max_model_len=20_000, num_blocks=1_000_000) as cluster:
         rank, link = cluster.ranks[0], cluster.service.pool.links[0]
         sending, reading = link._connection._transport, rank.connections[0]._transport
         assert sending is not None
@@ -331,7 +332,7 @@ async def test_a_rank_that_is_behind_with_reading_gets_no_more_until_it_reads(
         # 400 kB each.
         requests = [asyncio.create_task(cluster.complete([5] * 10_000, n=10, max_tokens=1)) for _ in range(8)]
         await until(lambda: cluster.taken.tokens == 800_000 and not cluster.service.control._pending)
-        await until(lambda: not link.has_room)
+        await until(lambda: link.room is Room.NONE)
         for _ in range(10):
             await asyncio.sleep(0)
         assert 500_000 <= link._connection.num_unsent_bytes < 910_000

@@ -131,7 +131,7 @@ async def test_a_client_that_goes_while_its_rank_hands_off(tmp_path: Path) -> No
         link._on_frame(msgspec.msgpack.encode(Leaving(0.0)))
         waiting.cancel()
         await until(cluster.is_idle)
-        assert not other(cluster, leaving).live
+        await until(lambda: not other(cluster, leaving).live)
         assert cluster.counted("serried_refused") == {"client_gone": 1}
 
 

@@ -28,6 +28,7 @@ from router.placement_policies import (
 )
 from router.prefix_index import CachedPrefix
 from router.rank_table import DEFAULT_PREFILL_S_PER_TOKEN, LOADED_TOKENS_PER_COMPUTED, RankTable
+from router.room import Room
 from router.session_affinity import SessionAffinity
 
 
@@ -87,9 +88,9 @@ def test_equals_take_turns(policy: PlacementPolicy) -> None:
 def test_round_robin_goes_on_where_it_was_when_ranks_come_and_go() -> None:
     policy, ranks = RoundRobin(), table(FREE, FREE, FREE, FREE)
     assert [chosen(policy, ranks) for _ in range(2)] == [0, 1]
-    ranks.set_room(2, False)
+    ranks.set_room(2, Room.NONE)
     assert [chosen(policy, ranks) for _ in range(2)] == [3, 0]
-    ranks.set_room(2, True)
+    ranks.set_room(2, Room.PROMPT)
     assert [chosen(policy, ranks) for _ in range(3)] == [1, 2, 3]
 
 
@@ -152,7 +153,7 @@ def test_ranks_made_for_another_part_take_it_only_where_the_right_ones_are_gone(
     ranks = table(PoolRole.PREFILL, PoolRole.DECODE, PoolRole.MIXED)
     assert ranks.candidates(Leg.PREFILL, falls_back=True).rows.tolist() == [0]
     assert ranks.candidates(Leg.DECODE, falls_back=True).rows.tolist() == [1, 2]
-    ranks.set_room(0, False)
+    ranks.set_room(0, Room.NONE)
     assert len(ranks.candidates(Leg.PREFILL, falls_back=True)) == 0, "it is there, and full"
     ranks.set_member(0, False)
     assert ranks.candidates(Leg.PREFILL, falls_back=True).rows.tolist() == [1, 2]
@@ -346,7 +347,7 @@ def may_wait(waited_s: float, num_tokens: int = 1_000, session_id: str | None = 
 
 def test_one_waits_for_its_prefix_as_long_as_that_saves() -> None:
     ranks = table(FREE, FREE)
-    ranks.set_room(1, False)
+    ranks.set_room(1, Room.NONE)
     saves_s = 900 * DEFAULT_PREFILL_S_PER_TOKEN
     assert chosen(Prefix(), ranks, may_wait(0.99 * saves_s, r1=900)) is None
     assert chosen(Prefix(), ranks, may_wait(1.01 * saves_s, r1=900)) == 0
@@ -395,12 +396,12 @@ def test_a_session_waits_for_its_rank_only_while_that_is_worth_it() -> None:
     home = row_of(0.0)
     assert home is not None
     has_it = {f"r{home}": 900}
-    ranks.set_room(home, False)
+    ranks.set_room(home, Room.NONE)
     second = row_of(0.0)
     assert second not in (None, home), "nothing is cached there"
     assert row_of(0.5 * 900 * DEFAULT_PREFILL_S_PER_TOKEN, **has_it) is None
     assert row_of(1.5 * 900 * DEFAULT_PREFILL_S_PER_TOKEN, **has_it) == second
-    ranks.set_room(home, True)
+    ranks.set_room(home, Room.PROMPT)
     assert row_of(0.0) == home
 
 

@@ -9,17 +9,38 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from router.waiting_line import MAX_IDLE_TENANTS, Turn, Waiter, WaitingLine
+from router.waiting_line import MAX_IDLE_TENANTS, MAX_PASSED, Answer, Turn, Waiter, WaitingLine
 
 ANY = (None,)
 
 
 def take(line: WaitingLine[str], count: int = 1, pins: tuple[str | None, ...] = ANY) -> list[str]:
     """So many get room that does for everybody."""
-    taken: list[Waiter[str]] = []
-    line.serve(pins, lambda: len(taken) < count, lambda waiter: taken.append(waiter) or True, 0)  # type: ignore[func-returns-value]
+    taken = serve(line, count, pins=pins)
     line.check_integrity()
-    return [waiter.item for waiter in taken]
+    return taken
+
+
+def serve(
+    line: WaitingLine[str],
+    count: int,
+    unsuited: str | None = None,
+    max_bypasses: int = 0,
+    pins: tuple[str | None, ...] = ANY,
+) -> list[str]:
+    """Room for so many, that does not suit those whose name begins with `unsuited`."""
+    taken: list[str] = []
+
+    def offer(waiter: Waiter[str]) -> Answer:
+        if len(taken) >= count:
+            return Answer.NO_ROOM
+        if unsuited is not None and waiter.item.startswith(unsuited):
+            return Answer.UNSUITED
+        taken.append(waiter.item)
+        return Answer.TAKEN
+
+    assert line.serve(pins, offer, max_bypasses) == len(taken)
+    return taken
 
 
 def fill(line: WaitingLine[str], tenant: str, sizes: list[int], weight: float = 1.0, priority: int = 0) -> None:
@@ -66,8 +87,9 @@ def test_moves_go_first_then_priorities() -> None:
     fill(line, "c", [5], priority=3)
     line.push("moved", Turn("c", 1.0, 1000, 9, is_move=True))
     line.push("moved too", Turn("a", 1.0, 1, is_move=True))
-    assert [waiter.item for waiter in line] == ["moved", "moved too", "b0", "a0", "a1", "c0"]
-    assert take(line, 9) == ["moved", "moved too", "b0", "a0", "a1", "c0"]
+    line.push("moved late", Turn("a", 1.0, 1, is_move=True))
+    assert [waiter.item for waiter in line] == ["moved", "moved too", "moved late", "b0", "a0", "a1", "c0"]
+    assert take(line, 9) == ["moved", "moved too", "moved late", "b0", "a0", "a1", "c0"]
 
 
 def test_what_is_cancelled_costs_its_tenant_nothing() -> None:
@@ -107,19 +129,10 @@ def test_one_that_does_not_fit_is_passed_so_often_and_no_more() -> None:
     line: WaitingLine[str] = WaitingLine()
     fill(line, "big", [1000])
     fill(line, "s", [1] * 9)
-    taken: list[str] = []
-
-    def try_take(waiter: Waiter[str]) -> bool:
-        if waiter.item.startswith("big"):
-            return False
-        taken.append(waiter.item)
-        return True
-
-    assert line.serve(ANY, lambda: len(taken) < 2, try_take, 3) == 2
+    assert serve(line, 2, "big", 3) == ["s0", "s1"]
     assert next(iter(line)).item == "big0"
-    line.serve(ANY, lambda: True, try_take, 3)
-    assert taken == ["s0", "s1", "s2"]
-    assert line.serve(ANY, lambda: True, try_take, 3) == 0
+    assert serve(line, 99, "big", 3) == ["s2"]
+    assert serve(line, 99, "big", 3) == []
     line.check_integrity()
     assert take(line, 9) == ["big0", "s3", "s4", "s5", "s6", "s7", "s8"]
 
@@ -128,8 +141,13 @@ def test_a_look_past_those_that_do_not_fit_is_bounded() -> None:
     line: WaitingLine[str] = WaitingLine()
     fill(line, "a", [10] * 1000)
     offered = []
-    assert line.serve(ANY, lambda: True, lambda waiter: bool(offered.append(waiter.item)), 8) == 0
-    assert len(offered) == 9
+
+    def offer(waiter: Waiter[str]) -> Answer:
+        offered.append(waiter.item)
+        return Answer.UNSUITED
+
+    assert line.serve(ANY, offer, 100) == 0
+    assert len(offered) == MAX_PASSED + 1
     assert take(line, 2000) == [f"a{index}" for index in range(1000)]
 
 
@@ -153,7 +171,7 @@ def test_tenants_that_come_once_are_forgotten() -> None:
         if index % 2:
             line.cancel(waiter)
         else:
-            line.serve(ANY, lambda: True, lambda _: True, 0)
+            serve(line, 1)
     line.check_integrity()
     (queue,) = line._queues.values()
     assert len(queue._tenants) <= 2 * MAX_IDLE_TENANTS + 2
@@ -228,17 +246,19 @@ class Line(RuleBasedStateMachine):
     @rule(pin=st.sampled_from("xyz"), count=st.integers(1, 4), odd=st.booleans(), limit=st.integers(0, 3))
     def serve(self, pin: str, count: int, odd: bool, limit: int) -> None:
         """`odd`: the room does only for those with an odd number."""
-        pins, taken = (None, pin), []
+        pins, taken = (None, pin), list[Waiter[int]]()
         expected = [waiter for waiter in self.line if waiter.pin in pins]
 
-        def try_take(waiter: Waiter[int]) -> bool:
+        def offer(waiter: Waiter[int]) -> Answer:
             assert waiter.pin in pins
+            if len(taken) >= count:
+                return Answer.NO_ROOM
             if odd and waiter.item % 2 == 0:
-                return False
+                return Answer.UNSUITED
             taken.append(waiter)
-            return True
+            return Answer.TAKEN
 
-        assert self.line.serve(pins, lambda: len(taken) < count, try_take, limit) == len(taken)
+        assert self.line.serve(pins, offer, limit) == len(taken)
         if not odd:
             assert [waiter.item for waiter in taken] == [waiter.item for waiter in expected[:count]]
         for waiter in taken:
@@ -246,8 +266,8 @@ class Line(RuleBasedStateMachine):
             assert all(
                 later.item > waiter.item
                 for later in self.waiting.values()
-                if (later.turn.tenant, later.turn.level, later.pin)
-                == (waiter.turn.tenant, waiter.turn.level, waiter.pin)
+                if (later.turn.account, later.turn.level, later.pin)
+                == (waiter.turn.account, waiter.turn.level, waiter.pin)
                 and not odd
             )
 
@@ -284,6 +304,5 @@ def test_time_does_not_go_with_how_many_wait(num_tenants: int) -> None:
         return original(pin)
 
     queue._first = first  # type: ignore[method-assign]
-    taken: list[str] = []
-    line.serve(ANY, lambda: len(taken) < 2_000, lambda waiter: taken.append(waiter.item) or True, 0)  # type: ignore[func-returns-value]
-    assert touched == 2_000
+    assert len(serve(line, 2_000)) == 2_000
+    assert touched == 2_001
