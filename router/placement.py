@@ -8,6 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+import numpy as np
+from numpy.typing import NDArray
+
 from rank_scheduler.messages import RankLoad
 from router.control_messages import PoolRole
 from router.prefix_index import NOTHING_CACHED, CachedPrefix
@@ -52,6 +55,13 @@ class Wanted:
     def num_uncached_tokens(self, row: int) -> int:
         """How many tokens the rank of that row would have to compute, or load, as far as is known."""
         return num_uncached_tokens(self.num_tokens, self.cached.num_tokens(row))
+
+    def uncached_by_row(self, num_rows: int) -> NDArray[np.float64]:
+        """The same of all ranks with a row below `num_rows`, shape [num_rows]."""
+        result = np.full(num_rows, float(self.num_tokens))
+        for rows, num_cached in self.cached.rows:
+            result[rows] = num_uncached_tokens(self.num_tokens, num_cached)
+        return result
 
 
 @dataclass(frozen=True, slots=True)

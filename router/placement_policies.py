@@ -18,9 +18,6 @@ from numpy.typing import NDArray
 from router.placement import Leg, Wanted
 from router.rank_table import Candidates
 
-TOKENS_PER_SEQUENCE = 64
-"""What a sequence on a rank weighs beside its waiting prompt tokens: it takes a token of each step while it runs."""
-
 SHORTAGE_FACTOR = 4
 """To wait for a token's KV room takes so many times as long as to compute one: others have to end first."""
 
@@ -41,15 +38,20 @@ class PlacementPolicy(Protocol):
 
 
 class _Turns:
-    """Among equals, one after the other."""
+    """Among equals, the next one after the last."""
 
     def __init__(self) -> None:
-        self._turn = 0
+        self._last_row = -1
 
-    def least(self, scores: NDArray[np.float64]) -> int:
-        equals = np.flatnonzero(scores == scores.min())
-        self._turn += 1
-        return int(equals[self._turn % len(equals)])
+    def least(self, scores: NDArray[np.float64], rows: NDArray[np.intp]) -> int:
+        at = int(rows.searchsorted(self._last_row, side="right")) % len(rows)
+        index = at + int(scores[at:].argmin())
+        if at:
+            before = int(scores[:at].argmin())
+            if scores[before] < scores[index]:
+                index = before
+        self._last_row = int(rows[index])
+        return index
 
 
 class RoundRobin:
@@ -60,7 +62,7 @@ class RoundRobin:
 
     def choose(self, wanted: Wanted, candidates: Candidates) -> int:
         # Whoever comes next after the last one, however the candidates change.
-        index = int(np.searchsorted(candidates.rows, self._last_rows[wanted.leg], side="right")) % len(candidates)
+        index = int(candidates.rows.searchsorted(self._last_rows[wanted.leg], side="right")) % len(candidates)
         self._last_rows[wanted.leg] = int(candidates.rows[index])
         return index
 
@@ -72,9 +74,7 @@ class LeastLoaded:
         self._turns = _Turns()
 
     def choose(self, wanted: Wanted, candidates: Candidates) -> int:
-        table, rows = candidates.table, candidates.rows
-        num_sequences = (table.num_sequences[rows] + 1) * table.lag[rows]
-        return self._turns.least(table.num_queued_tokens[rows] + TOKENS_PER_SEQUENCE * num_sequences)
+        return self._turns.least(candidates.table.work[candidates.at], candidates.rows)
 
 
 class Prefix:
@@ -92,16 +92,18 @@ class Prefix:
         self._turns = _Turns()
 
     def choose(self, wanted: Wanted, candidates: Candidates) -> int | None:
-        table, rows = candidates.table, candidates.rows
-        cached = np.minimum(wanted.cached.by_row(table.capacity), wanted.num_tokens - 1)
-        uncached = wanted.num_tokens - cached[rows]
-        shortage = np.maximum(uncached - table.num_free_tokens[rows], 0.0)
-        sequences = (table.num_sequences[rows] + 1) * table.lag[rows]
-        work = table.num_queued_tokens[rows] + TOKENS_PER_SEQUENCE * sequences + SHORTAGE_FACTOR * shortage
-        s_per_token = (table.load_s_per_token if wanted.leg is Leg.DECODE else table.prefill_s_per_token)[rows]
-        index = self._turns.least(table.prefill_s_per_token[rows] * work + s_per_token * uncached)
-        if wanted.may_wait and len(candidates.suitable) > len(rows):
-            num_saved = float(cached[candidates.suitable].max() - cached[rows[index]])
+        table, at = candidates.table, candidates.at
+        every_uncached = wanted.uncached_by_row(table.capacity)
+        uncached = every_uncached[at]
+        s_per_token = (table.load_s_per_token if wanted.leg is Leg.DECODE else table.prefill_s_per_token)[at]
+        scores = s_per_token * uncached
+        scores += table.wait_s[at]
+        lacking = uncached - table.num_free_tokens[at]
+        if lacking.max() > 0.0:
+            scores += SHORTAGE_FACTOR * table.prefill_s_per_token[at] * np.maximum(lacking, 0.0)
+        index = self._turns.least(scores, candidates.rows)
+        if wanted.may_wait and len(candidates.suitable) > len(candidates):
+            num_saved = float(uncached[index] - every_uncached[candidates.suitable].min())
             if wanted.waited_s < worth_waiting_s(num_saved, float(s_per_token[index])):
                 return None
         return index

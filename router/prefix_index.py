@@ -33,12 +33,10 @@ class CachedPrefix:
         """That the rank of this row has."""
         return next((num_tokens for ranks, num_tokens in self.depths if ranks >> row & 1), 0)
 
-    def by_row(self, num_rows: int) -> NDArray[np.float64]:
-        """Of all ranks with a row below `num_rows`, shape [num_rows]."""
-        result = np.zeros(num_rows)
-        for ranks, num_tokens in self.depths:
-            result[_rows_of(ranks)] = num_tokens
-        return result
+    @property
+    def rows(self) -> list[tuple[NDArray[np.intp] | list[int], int]]:
+        """The same, with the ranks' rows."""
+        return [(_rows_of(ranks), num_tokens) for ranks, num_tokens in self.depths]
 
 
 NOTHING_CACHED = CachedPrefix()
@@ -186,21 +184,19 @@ class PrefixIndex:
     def _store(self, rank: _Rank, hashes: tuple[int, ...]) -> None:
         rank.hashes.update(hashes)
         holders, bit = self._holders, rank.bit
-        for block_hash in hashes:
-            # Most hashes are one rank's alone, and share its number.
-            others = holders.get(block_hash)
-            holders[block_hash] = bit if others is None else others | bit
+        # Most hashes are one rank's alone, and share its number.
+        shared = {block_hash: holders[block_hash] | bit for block_hash in holders.keys() & hashes}
+        holders.update(dict.fromkeys(hashes, bit))
+        holders.update(shared)
         self._changed(rank)
 
     def _drop(self, rank: _Rank, hashes: set[int]) -> None:
         """Of the rank's own; the set may be the rank's itself."""
-        holders = self._holders
+        holders, bit = self._holders, rank.bit
         for block_hash in hashes:
-            left = holders[block_hash] & ~rank.bit
-            if left:
-                holders[block_hash] = left
-            else:
-                del holders[block_hash]
+            left = holders.pop(block_hash)
+            if left is not bit and left != bit:
+                holders[block_hash] = left ^ bit
         if hashes is rank.hashes:
             rank.hashes = set()
         else:

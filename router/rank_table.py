@@ -21,6 +21,8 @@ from router.placement import ROLES, Candidate, Leg
 from router.rank_rates import Column, RankRates, lags, like_peers, lower_median
 from router.room import Room
 
+TOKENS_PER_SEQUENCE = 64
+"""What a sequence on a rank weighs beside its waiting prompt tokens: it takes a token of each step while it runs."""
 DEFAULT_PREFILL_S_PER_TOKEN = 1e-4
 """While no rank has computed a prompt."""
 LOADED_TOKENS_PER_COMPUTED = 16
@@ -47,10 +49,13 @@ class RankTable:
         self._loads: dict[int, RankLoad] = {}
         self._unseen: dict[int, tuple[int, int]] = {}
         self._rates: dict[int, RankRates] = {}
-        self.num_sequences = _column()
-        """Running, waiting, deferred, and not in its figures yet."""
-        self.num_queued_tokens = _column()
-        """Prompt tokens still to be computed, those of sequences included that are not in its figures yet."""
+        self._num_queued_tokens = _column()
+        self._num_sequences = _column()
+        self.work = _column()
+        """Prompt tokens still to be computed, and TOKENS_PER_SEQUENCE for each sequence there and one more, times its
+        lag; with those that are not in its figures yet."""
+        self.wait_s = _column()
+        """How long that takes."""
         self.num_free_tokens = _column()
         """For so many there is KV room that is neither used nor spoken for."""
         self.prefill_s_per_token = _column()
@@ -120,8 +125,10 @@ class RankTable:
             self._on_news()
         self._unseen[row] = (num_unseen_sequences, num_unseen_tokens)
         num_queued = load.num_waiting_tokens + num_unseen_tokens
-        self.num_sequences[row] = load.num_running + load.num_waiting + load.num_deferred + num_unseen_sequences
-        self.num_queued_tokens[row] = num_queued
+        num_sequences = load.num_running + load.num_waiting + load.num_deferred + num_unseen_sequences
+        self._num_queued_tokens[row], self._num_sequences[row] = num_queued, num_sequences
+        self.work[row] = work = num_queued + TOKENS_PER_SEQUENCE * float(self.lag[row]) * (num_sequences + 1)
+        self.wait_s[row] = work * float(self.prefill_s_per_token[row])
         self.num_free_tokens[row] = load.num_free_blocks * self.records[row].block_size - num_queued
 
     def update_transfers(self, row: int, transfers: KvTransferLoad) -> None:
@@ -216,6 +223,8 @@ class RankTable:
             self.prefill_s_per_token[rows] = like_peers(self._shown_prefill_s[rows], prefill_s)
             load_s = lower_median(self._shown_load_s[rows]) or prefill_s / LOADED_TOKENS_PER_COMPUTED
             self.load_s_per_token[rows] = like_peers(self._shown_load_s[rows], load_s)
+        self.work = self._num_queued_tokens + TOKENS_PER_SEQUENCE * self.lag * (self._num_sequences + 1)
+        self.wait_s = self.work * self.prefill_s_per_token
 
     def _grow(self) -> None:
         for name, column in vars(self).items():
@@ -230,6 +239,9 @@ class Candidates(Sequence[Candidate]):
         """`rows`: of the table, in order, shape [n]. `suitable`: with those that have no room; None: there are none."""
         self.table = table
         self.rows = rows
+        has_gaps = len(rows) == 0 or rows[-1] - rows[0] >= len(rows)
+        self.at: NDArray[np.intp] | slice = rows if has_gaps else slice(int(rows[0]), int(rows[-1]) + 1)
+        """The same, as the quickest index of columns."""
         self.suitable = rows if suitable is None else suitable
 
     def __len__(self) -> int:

@@ -19,7 +19,6 @@ from router.placement import Candidate, Leg, Wanted, load_contains, num_uncached
 from router.placement_policies import (
     MAX_WAIT_S,
     SHORTAGE_FACTOR,
-    TOKENS_PER_SEQUENCE,
     LeastLoaded,
     PlacementPolicy,
     Prefix,
@@ -27,7 +26,12 @@ from router.placement_policies import (
     load_policy,
 )
 from router.prefix_index import CachedPrefix
-from router.rank_table import DEFAULT_PREFILL_S_PER_TOKEN, LOADED_TOKENS_PER_COMPUTED, RankTable
+from router.rank_table import (
+    DEFAULT_PREFILL_S_PER_TOKEN,
+    LOADED_TOKENS_PER_COMPUTED,
+    TOKENS_PER_SEQUENCE,
+    RankTable,
+)
 from router.room import Room
 from router.session_affinity import SessionAffinity
 
@@ -90,7 +94,7 @@ def test_round_robin_goes_on_where_it_was_when_ranks_come_and_go() -> None:
     assert [chosen(policy, ranks) for _ in range(2)] == [0, 1]
     ranks.set_room(2, Room.NONE)
     assert [chosen(policy, ranks) for _ in range(2)] == [3, 0]
-    ranks.set_room(2, Room.PROMPT)
+    ranks.set_room(2, Room.ANYTHING)
     assert [chosen(policy, ranks) for _ in range(3)] == [1, 2, 3]
 
 
@@ -332,10 +336,10 @@ def test_a_popular_prefix_does_not_drown_its_rank() -> None:
         before = ranks.candidate(row)
         num_tokens = before.num_unseen_tokens + (10 if row == 2 else 2_000)
         ranks.update(row, FREE, before.num_unseen_sequences + 1, num_tokens)
-        work = ranks.num_queued_tokens + TOKENS_PER_SEQUENCE * ranks.num_sequences
+        work = ranks.work
         # It has more to do than others by what its prefix saves, and what one request brings, at most.
         assert work[2] <= min(work[[0, 1, 3]]) + 1_990 + 10 + TOKENS_PER_SEQUENCE
-    assert min(ranks.num_sequences[:4]) > 0
+    assert min(ranks.candidate(row).num_unseen_sequences for row in range(4)) > 0
 
 
 # ---- waiting for a better one ----
@@ -401,7 +405,7 @@ def test_a_session_waits_for_its_rank_only_while_that_is_worth_it() -> None:
     assert second not in (None, home), "nothing is cached there"
     assert row_of(0.5 * 900 * DEFAULT_PREFILL_S_PER_TOKEN, **has_it) is None
     assert row_of(1.5 * 900 * DEFAULT_PREFILL_S_PER_TOKEN, **has_it) == second
-    ranks.set_room(home, Room.PROMPT)
+    ranks.set_room(home, Room.ANYTHING)
     assert row_of(0.0) == home
 
 
