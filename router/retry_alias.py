@@ -24,8 +24,9 @@ def with_retry_alias(caller: Caller, headers: Headers, body: bytes, secret: byte
     `headers`: names in lower case. `body`: as it came.
     """
     digest = hashlib.blake2b(key=secret[:64], digest_size=16, person=_PERSON)
-    tenant = caller.tenant.encode()
-    digest.update(len(tenant).to_bytes(4, "little") + tenant + body)
+    for name in (caller.tenant.encode(), caller.account.encode()):
+        digest.update(len(name).to_bytes(4, "little") + name)
+    digest.update(body)
     alias = digest.hexdigest()
     is_retry = any(name == RETRY_COUNT and value.isdigit() and int(value) > 0 for name, value in headers)
     token = caller.retry_token if caller.retry_token is not None or not is_retry else alias
