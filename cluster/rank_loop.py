@@ -200,6 +200,8 @@ class RankLoop:
         self._in_flight: deque[StepPlan] = deque()
         self._pauses: deque[tuple[StepPlan, Future[None]]] = deque()
         """Requested pauses, each with the last plan that was in flight then."""
+        self._idleness: list[Future[bool]] = []
+        """Asked for; answered behind the frames that are due."""
         self._prefixes = PrefixFeed()
         self._found_nothing = False
         """The latest `schedule` had nothing to compute."""
@@ -258,6 +260,7 @@ class RankLoop:
                 # What a plan has changed goes with its step's frame, if that is still to come.
                 self._tell(self._scheduler.take_frames(), with_prefixes=not self._in_flight)
                 self.load = self._scheduler.load()
+                self._answer_idleness()
                 self.num_ignored_messages = self._scheduler.num_ignored_messages
         except Exception as error:
             logger.exception("step loop ended")
@@ -270,6 +273,8 @@ class RankLoop:
         self._refuse_rest()
         for _, done in self._pauses:
             done.set_exception(self._end_error())
+        for idle in self._idleness:
+            idle.set_result(True)
         if self.crash is not None:
             self._on_crash(self.crash)
 
@@ -339,6 +344,12 @@ class RankLoop:
         if frames:
             self._send(frames)
 
+    def _answer_idleness(self) -> None:
+        load = self.load
+        is_idle = not (load.num_running or load.num_waiting or load.num_deferred)
+        while self._idleness:
+            self._idleness.pop().set_result(is_idle and load.num_free_blocks == load.num_blocks)
+
     def _compile_grammars(self) -> None:
         for action in self._scheduler.take_compile_actions():
             if self._grammar_compiler is not None:
@@ -397,9 +408,7 @@ class RankLoop:
                 except AssertionError as error:
                     done.set_exception(error)
             case IdlenessAsked(done):
-                load = scheduler.load()
-                is_idle = not (load.num_running or load.num_waiting or load.num_deferred)
-                done.set_result(is_idle and load.num_free_blocks == load.num_blocks)
+                self._idleness.append(done)
             case StatsDue():
                 self.stats = scheduler.take_stats()
 

@@ -41,6 +41,8 @@ class KvRequest:
     """Of the full blocks among them; empty without prefix caching."""
     params: KvParams
     """Empty if its router sent none."""
+    num_computed_tokens: int = 0
+    """When it has ended: so many of its tokens have their KV in its blocks, once the steps in flight are done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,11 +148,15 @@ class SchedulerConnector(Protocol):
     ) -> tuple[bool, KvParams | None]:
         """The request has ended. Called once for every request.
 
-        Returns (keep its blocks until `SendFinished`, what its owner hears in its `End`). `hands_off`: it was to
-        compute its prompt only, has done so, and another rank goes on. `block_ids` has no columns if it held no
-        blocks when it ended, or if a load may still write into them: then nothing is kept, whatever the answer, and
-        that load's `LoadFinished` is still due.
+        Returns (keep its blocks until `SendFinished`, what its owner hears in its `End`). `hands_off`: another rank
+        goes on, since it was to compute its prompt only, and has done so, or since this rank leaves. `block_ids` has
+        no columns if it held no blocks when it ended, or if a load may still write into them: then nothing is kept,
+        whatever the answer, and that load's `LoadFinished` is still due.
         """
+        ...
+
+    def abandoned(self, key: RequestKey) -> None:
+        """The request has ended, and nobody will fetch what is kept of it; its `SendFinished` is due all the same."""
         ...
 
     def has_pending_work(self) -> bool:

@@ -3,7 +3,7 @@
 A lease stands for the blocks of one request, and has at most one reader (an engine). Beside it others, or the same
 one, may **read ahead** while the request is being computed: that takes nothing from the lease and does not prolong it.
 
-    open ──(complete)──▶ complete ──▶ gone        confirmed, released, expired
+    open ──(complete)──▶ complete ──▶ gone        confirmed, released, abandoned, expired
       └──────(void)─────────────────▶ gone        its request lost its blocks, or ended otherwise
 
 Open: the request is being computed, and the lease lives as long as it does; what is ready may be read. Complete: the
@@ -139,6 +139,11 @@ class LeaseTable:
             return self._remove(lease, f"only {lease.num_ready_tokens} of its {num_tokens} tokens were computed")
         lease.deadline = max(lease.deadline, now + self._lease_s)
         return []
+
+    def abandon(self, key: RequestKey) -> list[LeaseAction]:
+        """Whoever was to read what is kept of this request has gone."""
+        leases = [lease for lease in self._leases.values() if lease.key == key and lease.is_complete]
+        return [action for lease in leases for action in self._remove(lease, "its request was given up")]
 
     # ---- the reader's side ----
 

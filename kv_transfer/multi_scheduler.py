@@ -170,6 +170,10 @@ class MultiScheduler:
             self._kept.append((request.key, frozenset(keepers)))
         return bool(keepers), self._merged(request.key, told)
 
+    def abandoned(self, key: RequestKey) -> None:
+        for child in self._children:
+            child.abandoned(key)
+
     def has_pending_work(self) -> bool:
         mine = self._loads or self._kept or self._conflicts
         return bool(mine) or any(child.has_pending_work() for child in self._children)

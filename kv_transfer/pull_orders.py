@@ -38,6 +38,16 @@ class AdvanceLease:
 
 
 @dataclass(frozen=True, slots=True)
+class ReadyLease:
+    """Earlier steps have computed so many tokens: they are complete."""
+
+    lease_id: int
+    num_tokens: int
+    block_ids: npt.NDArray[np.int32]
+    """As in `ShowBlocks`; no columns if nobody sends or mirrors them."""
+
+
+@dataclass(frozen=True, slots=True)
 class VoidLease:
     """The blocks are given up: this plan, or a later one, may write into them."""
 
@@ -52,6 +62,13 @@ class CompleteLease:
     lease_id: int
     key: RequestKey
     num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class AbandonLease:
+    """Nobody will ask for what is kept of this request."""
+
+    key: RequestKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +116,10 @@ Order = (
     OpenLease
     | ShowBlocks
     | AdvanceLease
+    | ReadyLease
     | VoidLease
     | CompleteLease
+    | AbandonLease
     | HoldTicket
     | LoadBlocks
     | DropTicket

@@ -7,7 +7,8 @@ whether that works or not.
 **Producing**: a lease is opened whenever a request with `do_remote_decode` gets blocks, with an id of its own each
 time, so that what a reader holds never means the blocks that the request got later. Its end decides: handed off, the
 blocks are kept and the ticket names them; otherwise the lease is void. Before, partial tickets name those that are full
-and ready. **Consuming**: a ticket is held from the request's arrival on (the worker half heartbeats its lease), until a
+and ready. Any other request that is handed off, from a rank that leaves, gets a lease of what it has at its end.
+**Consuming**: a ticket is held from the request's arrival on (the worker half heartbeats its lease), until a
 load begins, or nothing needs to be loaded, or the request ends. A partial ticket is only used, never held or given
 back: its lease is that of a request to come. Of one lease, one load reads at a time, so that what is found here
 already by the next one needs not be read again; and who has the whole ticket needs no partial one any more.
@@ -26,6 +27,7 @@ from kv_transfer.connector import ExternalMatch, KvRequest, RequestKey
 from kv_transfer.geometry import Geometry
 from kv_transfer.params import KvParams
 from kv_transfer.pull_orders import (
+    AbandonLease,
     AdvanceLease,
     CompleteLease,
     DropTicket,
@@ -34,6 +36,7 @@ from kv_transfer.pull_orders import (
     OpenLease,
     Order,
     PullMetadata,
+    ReadyLease,
     RejectParams,
     ShowBlocks,
     VoidLease,
@@ -170,9 +173,7 @@ class PullScheduler:
     ) -> None:
         key = request.key
         if (outgoing := self._outgoing.get(key)) is not None and outgoing.lease_id is None:
-            outgoing.lease_id = self._next_lease_id
-            self._next_lease_id += 1
-            self._orders.append(OpenLease(outgoing.lease_id, key))
+            outgoing.lease_id = self._open(key)
         incoming = self._incoming.get(key)
         if incoming is None:
             return
@@ -234,6 +235,8 @@ class PullScheduler:
             if not incoming.ticket.is_partial:
                 self._claimed.discard(incoming.lease)
         outgoing = self._outgoing.pop(key, None)
+        if outgoing is None and hands_off and request.num_computed_tokens and block_ids.shape[1]:
+            outgoing = self._opened_late(request, block_ids)
         if outgoing is None:
             return False, None
         ticket = self._ticket(outgoing, outgoing.num_computed_tokens, block_ids) if hands_off else None
@@ -242,6 +245,9 @@ class PullScheduler:
             return False, None
         self._orders.append(CompleteLease(ticket.remote_lease_id, key, ticket.num_tokens))
         return True, ticket.params()
+
+    def abandoned(self, key: RequestKey) -> None:
+        self._orders.append(AbandonLease(key))
 
     def has_pending_work(self) -> bool:
         return bool(self._orders)
@@ -256,6 +262,21 @@ class PullScheduler:
         assert sorted(ahead) == sorted(self._read_ahead), "a lease is read ahead by nobody, or twice"
 
     # ---- inside ----
+
+    def _open(self, key: RequestKey) -> int:
+        lease_id = self._next_lease_id
+        self._next_lease_id += 1
+        self._orders.append(OpenLease(lease_id, key))
+        return lease_id
+
+    def _opened_late(self, request: KvRequest, block_ids: npt.NDArray[np.int32]) -> _Outgoing:
+        """For one that has computed what it has without a lease."""
+        num_tokens = request.num_computed_tokens
+        num_columns = -(-num_tokens // self._geometry.block_size) if self._shows_blocks else 0
+        outgoing = _Outgoing(len(request.token_ids), self._open(request.key), num_tokens)
+        assert outgoing.lease_id is not None
+        self._orders.append(ReadyLease(outgoing.lease_id, num_tokens, block_ids[:, :num_columns].copy()))
+        return outgoing
 
     def _load(self, key: RequestKey, incoming: _Incoming, block_ids: npt.NDArray[np.int32]) -> LoadBlocks:
         """Pairs of blocks beyond the local hit, those that are complete first in front."""

@@ -135,6 +135,10 @@ class PullServer:
     def complete(self, lease_id: int, key: RequestKey, num_tokens: int) -> None:
         self._act(self._table.complete(lease_id, key, num_tokens, self._now()))
 
+    def abandon(self, key: RequestKey) -> None:
+        """Nobody will ask for what is kept of this request."""
+        self._act(self._table.abandon(key))
+
     # ---- connections ----
 
     def _accept(self, connection: Connection) -> None:

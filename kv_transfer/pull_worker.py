@@ -19,13 +19,13 @@ from typing import cast
 
 import numpy as np
 
-from kv_transfer.config import KvRole
 from kv_transfer.connector import ConnectorContext, ConnectorEvent, ConnectorStats, LoadFinished, SendFinished
 from kv_transfer.lanes import Lanes
 from kv_transfer.memory import KvMemory
 from kv_transfer.pull_handshake import Identity
 from kv_transfer.pull_loads import PullLoads
 from kv_transfer.pull_orders import (
+    AbandonLease,
     AdvanceLease,
     CompleteLease,
     DropTicket,
@@ -34,6 +34,7 @@ from kv_transfer.pull_orders import (
     OpenLease,
     Order,
     PullMetadata,
+    ReadyLease,
     RejectParams,
     ShowBlocks,
     VoidLease,
@@ -41,7 +42,7 @@ from kv_transfer.pull_orders import (
 from kv_transfer.pull_pushes import Pushes
 from kv_transfer.pull_server import PullServer
 from kv_transfer.pull_settings import PullSettings
-from kv_transfer.transport import TransferError
+from kv_transfer.transport import BlockIds, TransferError
 
 _log = logging.getLogger(__name__)
 
@@ -63,7 +64,7 @@ class PullWorker:
         lanes: Lanes,
         on_listening: Callable[[int], None],
     ) -> None:
-        """`on_listening` is told the port, within `start`; not for a rank that only consumes."""
+        """`on_listening` is told the port, within `start`."""
         self._context = context
         self._settings = settings
         self._lanes = lanes
@@ -88,20 +89,16 @@ class PullWorker:
             executor=self._executor,
         )
         self._loads = PullLoads(identity, self._post)
-        self._server: PullServer | None = None
-        if context.role is not KvRole.CONSUMER:
-            pushes = None
-            if settings.pushes:
-                pushes = Pushes(lanes.push_transport(), context.geometry.block_size)
-            self._server = PullServer(
-                engine_id=context.engine_id,
-                geometry=context.geometry,
-                secret=context.secret,
-                lease_s=settings.lease_s,
-                greeting_timeout_s=settings.connect_timeout_s,
-                post=self._post,
-                pushes=pushes,
-            )
+        # On all ranks: one that only consumes hands on what it has when it leaves.
+        self._server = PullServer(
+            engine_id=context.engine_id,
+            geometry=context.geometry,
+            secret=context.secret,
+            lease_s=settings.lease_s,
+            greeting_timeout_s=settings.connect_timeout_s,
+            post=self._post,
+            pushes=Pushes(lanes.push_transport(), context.geometry.block_size) if settings.pushes else None,
+        )
 
     def start(self, memory: KvMemory, post: Callable[[ConnectorEvent], None]) -> None:
         self._context.geometry.check_pool(memory.block_size_bytes)
@@ -122,26 +119,25 @@ class PullWorker:
 
     async def _start(self) -> None:
         self._loads.start()
-        if self._server is not None:
-            config, host = self._context.config, self._context.host
-            try:
-                port = await self._server.start(host, config.kv_port, self._lanes.endpoints)
-            except OSError as error:
-                raise OSError(
-                    error.errno, f"the KV connector cannot listen on {host}:{config.kv_port} (kv_ip, kv_port): {error}"
-                ) from error
-            self._on_listening(port)
+        config, host = self._context.config, self._context.host
+        try:
+            port = await self._server.start(host, config.kv_port, self._lanes.endpoints)
+        except OSError as error:
+            raise OSError(
+                error.errno, f"the KV connector cannot listen on {host}:{config.kv_port} (kv_ip, kv_port): {error}"
+            ) from error
+        self._on_listening(port)
 
     # ---- the step's thread ----
 
     def handle_preemptions(self, metadata: object) -> None:
-        if self._server is not None:
-            for order in cast(PullMetadata, metadata):
-                if isinstance(order, VoidLease):
-                    self._server.refuse_at_once(order.lease_id)
+        for order in cast(PullMetadata, metadata):
+            if isinstance(order, VoidLease):
+                self._server.refuse_at_once(order.lease_id)
 
     def start_load_kv(self, metadata: object) -> None:
         orders = cast(PullMetadata, metadata)
+        self._show([order.block_ids.ravel() for order in orders if isinstance(order, ReadyLease)])
         if self._on_loop(self._obey, orders):
             return
         for order in orders:
@@ -163,12 +159,17 @@ class PullWorker:
                 shown.append(order.block_ids[:, order.first_column :].ravel())
             elif isinstance(order, AdvanceLease):
                 orders.append(order)
-        if shown and was_computed and self._memory is not None:
-            fresh = np.concatenate(shown)
-            self._memory.to_host(fresh[fresh != 0])
+        if was_computed:
+            self._show(shown)
         if orders:
             self._on_loop(self._advance, orders, was_computed)
         return frozenset()
+
+    def _show(self, shown: Sequence[BlockIds]) -> None:
+        """Bring these blocks to where others may read them."""
+        if shown and self._memory is not None:
+            fresh = np.concatenate(shown)
+            self._memory.to_host(fresh[fresh != 0])
 
     def _on_loop(self, call: Callable[..., None], *args: object) -> bool:
         """Have it called there, after all that was given before; False if this half is being closed."""
@@ -183,8 +184,7 @@ class PullWorker:
     def stats(self) -> ConnectorStats:
         stats = ConnectorStats()
         self._loads.add_to(stats)
-        if self._server is not None:
-            stats.num_leases, stats.num_expired_leases = self._server.num_leases, self._server.num_expired
+        stats.num_leases, stats.num_expired_leases = self._server.num_leases, self._server.num_expired
         stats.num_rejected_params = self._num_rejected_params
         return stats
 
@@ -226,20 +226,21 @@ class PullWorker:
             case RejectParams(key, message):
                 self._num_rejected_params += 1
                 _log.warning("Request %s is served without remote KV: %s", key, message)
-        if self._server is None:
-            return
-        match order:
             case OpenLease(lease_id, key):
                 self._server.open(lease_id, key)
             case ShowBlocks(lease_id, block_ids):
                 self._server.show(lease_id, block_ids)
+            case ReadyLease(lease_id, num_tokens, block_ids):
+                self._server.show(lease_id, block_ids)
+                self._server.advance(lease_id, num_tokens)
+            case AbandonLease(key):
+                self._server.abandon(key)
             case VoidLease(lease_id, why):
                 self._server.void(lease_id, why)
             case CompleteLease(lease_id, key, num_tokens):
                 self._server.complete(lease_id, key, num_tokens)
 
     def _advance(self, orders: Sequence[AdvanceLease], was_computed: bool) -> None:
-        assert self._server is not None
         for order in orders:
             if was_computed:
                 self._server.advance(order.lease_id, order.num_tokens)
@@ -248,8 +249,7 @@ class PullWorker:
 
     async def _begin_close(self) -> None:
         self._loads.begin_close()
-        if self._server is not None:
-            await self._server.close()
+        await self._server.close()
 
     async def _end_close(self) -> None:
         await self._loads.close()

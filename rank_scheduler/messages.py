@@ -177,7 +177,10 @@ class Prefetch(msgspec.Struct, frozen=True, tag="prefetch", omit_defaults=True):
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
-    """Router → rank: the client is gone. Answered by an `End` with reason ABORT if the request still lives."""
+    """Router → rank: the client is gone. Answered by an `End` with reason ABORT if the request still lives.
+
+    If it was handed off, nobody will fetch its KV.
+    """
 
     id: Int63
 

@@ -396,13 +396,14 @@ class RankState:
 
     def _leave_slot(self, slot: int, reason: FinishReason | None = None, *, caches: bool = True) -> Sequence:
         """`reason`: why it ends; None: it goes on later."""
-        if caches and self.caches and (self.setup.async_scheduling or not self.flights):
+        batch = self.batch
+        num_computed = 0
+        if self.setup.async_scheduling or not self.flights:
+            num_computed = int(min(batch.num_computed[slot] - batch.num_in_flight[slot], batch.num_tokens[slot]))
+        if caches and self.caches and num_computed // self.setup.block_size > batch.num_cached_columns[slot]:
             # What is full by now, and was not left to a step in flight.
-            batch = self.batch
-            settled = int(min(batch.num_computed[slot] - batch.num_in_flight[slot], batch.num_tokens[slot]))
-            if settled // self.setup.block_size > batch.num_cached_columns[slot]:
-                self.cache_full_columns(slot, settled)
-        batch, has_connector = self.batch, self.setup.connector is not None
+            self.cache_full_columns(slot, num_computed)
+        has_connector = self.setup.connector is not None
         # With a connector they may be held longer than the slot.
         table = batch.table(slot).copy() if has_connector else batch.table(slot)
         if self.extensions:
@@ -411,7 +412,7 @@ class RankState:
         self.freed_slots.append(slot)
         if self.encoder is not None:
             self.encoder.release_all(sequence.key)
-        self._let_go(sequence, table, reason)
+        self._let_go(sequence, table, reason, num_computed)
         return sequence
 
     def _leave_queue(self, sequence: Sequence, reason: FinishReason) -> None:
@@ -431,10 +432,14 @@ class RankState:
             self.waiting.remove(sequence)
         else:
             self.load_candidates.remove(sequence)
-        self._let_go(sequence, self.no_blocks if blocks is None else blocks, reason)
+        num_computed = 0 if blocks is None else sequence.num_computed
+        self._let_go(sequence, self.no_blocks if blocks is None else blocks, reason, num_computed)
 
-    def _let_go(self, sequence: Sequence, table: Int32Array, reason: FinishReason | None) -> None:
-        """Give up a sequence's blocks: now, after the steps in flight, or when the connector's peers have read them."""
+    def _let_go(self, sequence: Sequence, table: Int32Array, reason: FinishReason | None, num_computed: int) -> None:
+        """Give up a sequence's blocks: now, after the steps in flight, or when the connector's peers have read them.
+
+        `num_computed`: tokens with KV there that no step in flight is to write.
+        """
         held = HeldBlocks(table, sequence.cross_blocks)
         sequence.blocks, sequence.cross_blocks, sequence.num_computed = None, [], 0
         connector = self.setup.connector
@@ -443,7 +448,11 @@ class RankState:
             return
         if reason is not None and sequence.kv_request is not None:
             request = KvRequest(
-                sequence.key, sequence.token_ids, tuple(sequence.block_hashes), sequence.kv_request.params
+                sequence.key,
+                sequence.token_ids,
+                tuple(sequence.block_hashes),
+                sequence.kv_request.params,
+                num_computed,
             )
             keeps, sequence.handed_params = connector.request_finished(
                 request, table, hands_off=reason is FinishReason.HANDOFF

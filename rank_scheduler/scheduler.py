@@ -125,7 +125,10 @@ class Scheduler:
             self._state.stats.num_dropped_prefetches += 1
 
     def abort(self, owner: int, request_id: int, now: float) -> None:
-        """End a request whose client is gone; unknown and finished ones are ignored."""
+        """End a request whose client is gone, or let go of what is kept of one that was handed off.
+
+        Unknown and finished ones are ignored.
+        """
         self._end(owner, request_id, FinishReason.ABORT, now)
 
     def hand_off(self, owner: int, request_id: int, now: float) -> None:
@@ -369,12 +372,17 @@ class Scheduler:
     # ---- inside ----
 
     def _end(self, owner: int, request_id: int, reason: FinishReason, now: float) -> None:
-        sequence = self._state.sequences.get((owner, request_id))
+        key = (owner, request_id)
+        sequence = self._state.sequences.get(key)
         if sequence is None:
-            self.num_ignored_messages += 1
+            if reason is FinishReason.ABORT and key in self._state.sending:
+                assert self.setup.connector is not None
+                self._is_stuck = False
+                self.setup.connector.abandoned(key)
+            else:
+                self.num_ignored_messages += 1
             return
         self._is_stuck = False
-        key = (owner, request_id)
         self._compile_actions = [action for action in self._compile_actions if (action.owner, action.id) != key]
         self._state.finish(sequence, reason, now)
 

@@ -189,6 +189,10 @@ class RankLink:
         """Another rank is to go on: unless the request ends by itself, its choice hears of a hand-off."""
         self._connection.send(self._encoder.encode(HandOff(request_id)))
 
+    def abandon(self, request_id: int) -> None:
+        """Nobody will fetch the KV of this one, which was handed off."""
+        self._connection.send(self._encoder.encode(Abort(request_id)))
+
     async def explain(self, request_id: str, timeout_s: float) -> RankAnswer:
         """What the rank knows of a request, by its public id; nothing if it does not say so in time, or is lost.
 

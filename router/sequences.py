@@ -71,6 +71,8 @@ class _Sequence:
     id_there: int = 0
     next_link: RankLink | None = None
     """This one is to go on with it, and its rank fetches KV of it already."""
+    kept: tuple[RankLink, int] | None = None
+    """Where it was handed off with its KV, and under which id, as long as that may not have been fetched."""
     is_leaving: bool = False
     """Its rank has been asked to hand it off as it stands."""
 
@@ -209,6 +211,9 @@ class Sequences:
             move.cancel()
         for sequence in self._sequences:
             sequence.link.abort(sequence.id_there)
+            # A rank that has been given the ticket releases it itself.
+            if sequence.kept == (sequence.link, sequence.id_there):
+                self._abandon(sequence)
 
     def _send(self, sequence: _Sequence, leg: Leg, link: RankLink) -> None:
         """Have this rank compute the prompt, and go on behind what has been generated, or hand off."""
@@ -253,10 +258,12 @@ class Sequences:
 
     def _on_handoff(self, choice: Choice, end: End) -> None:
         """Its prompt is computed; find a rank that goes on, with the KV that `end` tells where to get."""
+        sequence = self._sequences[choice.index]
+        sequence.kept = (sequence.link, sequence.id_there) if end.kv_transfer_params else None
         if self._is_closed:
+            self._abandon(sequence)
             return
         handed_off_at = self._loop.time()
-        sequence = self._sequences[choice.index]
         if sequence.is_leaving and not end.kv_transfer_params:
             self._start_move(choice, self._place_anew(sequence, FailoverOutcome.LEFT, _left(sequence)))
             return
@@ -278,12 +285,17 @@ class Sequences:
             self._go_on(sequence, link, end, handed_off_at)
 
     def _go_on(self, sequence: _Sequence, link: RankLink, end: End, handed_off_at: float) -> None:
+        params = end.kv_transfer_params
+        if sequence.is_leaving and link.record.role is PoolRole.PREFILL:
+            # It only hands KV out.
+            self._abandon(sequence)
+            params = None
         if sequence.is_leaving:
-            self._metrics.failover(FailoverOutcome.LEFT_WITH_KV)
-        submit = msgspec.structs.replace(_with_generated(sequence), kv_transfer_params=end.kv_transfer_params)
+            self._metrics.failover(FailoverOutcome.LEFT_WITH_KV if params else FailoverOutcome.LEFT)
+        submit = msgspec.structs.replace(_with_generated(sequence), kv_transfer_params=params)
         num_uncached = self._num_uncached_tokens(Leg.DECODE, link, sequence.prefix)
         sequence.choice.handed_off_at = handed_off_at
-        num_new_tokens = 1 if end.kv_transfer_params else num_uncached + len(sequence.choice.generated)
+        num_new_tokens = 1 if params else num_uncached + len(sequence.choice.generated)
         self._submit(sequence, link, submit, num_new_tokens)
 
     # ---- its rank leaves ----
@@ -321,7 +333,9 @@ class Sequences:
             choice.fail(ApiError(error.cause, f"{error.message}{tried}; send the request again"))
             return
         choice.num_failovers += 1
-        choice.handed_off_at = None
+        if choice.handed_off_at is not None:
+            self._abandon(sequence)
+            choice.handed_off_at = None
         self._start_move(choice, self._place_anew(sequence, FailoverOutcome.MOVED, error))
 
     async def _place_anew(self, sequence: _Sequence, outcome: FailoverOutcome, error: ApiError) -> None:
@@ -344,6 +358,13 @@ class Sequences:
             error.message,
         )
         self._send(sequence, leg, link)
+
+    def _abandon(self, sequence: _Sequence) -> None:
+        """Who was to fetch its KV has gone, or never was."""
+        if sequence.kept is not None:
+            link, id_there = sequence.kept
+            sequence.kept = None
+            link.abandon(id_there)
 
     def _start_move(self, choice: Choice, moving: Coroutine[Any, Any, None]) -> None:
         """Whatever goes wrong with it ends the choice."""

@@ -42,6 +42,17 @@ def test_a_released_lease_ends_with_one_send(table: LeaseTable) -> None:
     assert table.acquire(1, "d") == "its reader has released it"
 
 
+def test_an_abandoned_lease_ends_with_one_send(table: LeaseTable) -> None:
+    assert table.abandon(KEY) == []
+    completed(table)
+    assert table.acquire(1, "d") == 10
+    assert table.abandon((1, 8)) == []
+    assert table.abandon(KEY) == [SendFinished(KEY), GoneNotice("d", 1, "its request was given up")]
+    assert table.abandon(KEY) == []
+    assert table.confirm(1, "d", 10) == ("its request was given up", [])
+    table.check_integrity()
+
+
 def test_an_open_lease_has_no_clock(table: LeaseTable) -> None:
     assert table.expire(1e9) == []
     completed(table, now=1e9)

@@ -74,6 +74,9 @@ class Deciding:
         self.told.append(f"ticket {num_tokens}")
         return self.params
 
+    def abandoned(self, key: Any) -> None:
+        pass
+
     def request_preempted(self, key: Any) -> None:
         self.told.append("preempted")
 

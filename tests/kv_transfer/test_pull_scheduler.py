@@ -16,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from kv_transfer.connector import ExternalMatch, KvRequest, SendFinished
 from kv_transfer.leases import LeaseTable
 from kv_transfer.pull_orders import (
+    AbandonLease,
     AdvanceLease,
     CompleteLease,
     DropTicket,
@@ -23,6 +24,7 @@ from kv_transfer.pull_orders import (
     LoadBlocks,
     OpenLease,
     Order,
+    ReadyLease,
     RejectParams,
     VoidLease,
 )
@@ -104,6 +106,44 @@ def test_a_request_hands_off() -> None:
     assert (parsed.num_tokens, parsed.remote_lease_id) == (10, 1)
     assert orders(scheduler) == [AdvanceLease(1, 10), CompleteLease(1, (1, 1), 10)]
     scheduler.check_integrity()
+
+
+@pytest.mark.parametrize("shows", [False, True])
+@pytest.mark.parametrize("params", [{}, "ticket"])
+def test_a_request_that_was_to_stay_hands_off_what_it_has(params: Any, shows: bool) -> None:
+    scheduler = PullScheduler(
+        engine_id="p",
+        host="h",
+        port=lambda: 5000,
+        geometry=geometry(),
+        produces=False,
+        consumes=True,
+        shows_blocks=shows,
+    )
+    arrived = request(1, 10, ticket() if params else {})
+    scheduler.on_new_request(arrived)
+    scheduler.update_state_after_alloc(arrived, table(1, 2, 3), 0)
+    scheduler.build_connector_meta()
+    ended = KvRequest((1, 1), np.arange(13, dtype=np.int32), (), arrived.params, 12)
+    keeps, handed = scheduler.request_finished(ended, table(1, 2, 3, 4), hands_off=True)
+    assert keeps
+    parsed = parse_params(handed or {})
+    assert isinstance(parsed, Ticket)
+    assert (parsed.num_tokens, parsed.table()[0].tolist()) == (12, [1, 2, 3])
+    opened, ready, completed = orders(scheduler)
+    assert (opened, completed) == (OpenLease(1, (1, 1)), CompleteLease(1, (1, 1), 12))
+    assert isinstance(ready, ReadyLease)
+    assert (ready.lease_id, ready.num_tokens, ready.block_ids.shape) == (1, 12, (2, 3 if shows else 0))
+    scheduler.abandoned((1, 1))
+    assert orders(scheduler) == [AbandonLease((1, 1))]
+    scheduler.check_integrity()
+
+
+def test_one_without_blocks_hands_nothing_off() -> None:
+    scheduler = half()
+    scheduler.on_new_request(request(1, 10, {}))
+    assert scheduler.request_finished(request(1, 10, {}), NO_BLOCKS, hands_off=True) == (False, None)
+    assert not scheduler.has_pending_work()
 
 
 def test_other_ends_keep_nothing() -> None:

@@ -197,6 +197,7 @@ class Answer:
     logprobs: list[TokenLogprobs] = field(default_factory=list, compare=False)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    num_failovers: int = field(default=0, compare=False)
 
     def add(self, delta: Delta) -> None:
         self.text += delta.text
@@ -281,7 +282,8 @@ class PdSystem:
         body = {"model": "m", "prompt": list(prompt), "temperature": 0} | fields
         request = parse(json.dumps(body).encode(), CompletionRequest)
         self.num_requests += 1
-        flow = (service or self.service).open_flow(request, f"cmpl-{self.num_requests}")
+        service, request_id = service or self.service, f"cmpl-{self.num_requests}"
+        flow = service.open_flow(request, request_id)
         answers = [Answer() for _ in range(request.num_sequences)]
         error: ApiError | None = None
         try:
@@ -294,8 +296,14 @@ class PdSystem:
         except ApiError as caught:
             error = caught
             raise Lost(caught.cause, caught.message) from caught
+        except TimeoutError:
+            raise AssertionError(
+                f"no answer within {ANSWER_TIMEOUT_S:g} s: {await service.explain(request_id)}"
+            ) from None
         finally:
             flow.close(error)
+        for answer, choice in zip(answers, flow._sequences.choices, strict=True):
+            answer.num_failovers = choice.num_failovers
         return answers
 
     async def complete_all(

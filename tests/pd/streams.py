@@ -1,4 +1,4 @@
-"""Streams of all kinds at once, whose ranks are disturbed meanwhile: what they answer, and how long they pause."""
+"""Streams of all kinds at once, whose ranks are disturbed meanwhile: what they answer, and when each token came."""
 
 from __future__ import annotations
 
@@ -27,20 +27,16 @@ PROMPTS = make_prompts(16, seed=31, shortest=10, longest=40)
 
 
 class Progress:
-    """The tokens of one round: how many have come, and the longest wait of any stream for its next one."""
+    """When the tokens of one round have come."""
 
     def __init__(self) -> None:
         self.num_tokens = 0
+        self.times: dict[int, list[float]] = {index: [] for index in range(len(PROMPTS))}
+        """Of each stream."""
         self._came = asyncio.Event()
-        self._last: dict[int, float] = {}
-        self.pauses: dict[int, float] = {}
-        """The longest of each stream that has had a token."""
 
     def token(self, stream: int) -> None:
-        now = asyncio.get_running_loop().time()
-        if stream in self._last:
-            self.pauses[stream] = max(self.pauses.get(stream, 0.0), now - self._last[stream])
-        self._last[stream] = now
+        self.times[stream].append(asyncio.get_running_loop().time())
         self.num_tokens += 1
         self._came.set()
 
@@ -52,17 +48,23 @@ class Progress:
             await asyncio.wait([came, *(s for s in streams if not s.done())], return_when="FIRST_COMPLETED")
             came.cancel()
 
+    def around(self, stream: int, moment: float) -> tuple[float | None, float | None]:
+        """When its last token before the moment came, and its first one after."""
+        before = [time for time in self.times[stream] if time <= moment]
+        after = [time for time in self.times[stream] if time > moment]
+        return before[-1] if before else None, after[0] if after else None
 
-def ask(pd: PdSystem, progress: Progress | None = None, **fields: Any) -> list[asyncio.Task[list[Answer]]]:
-    """A stream of each kind for each of two prompts; a task each. `fields`: of all of them."""
+
+def ask(pd: PdSystem, progress: Progress | None = None, count: int = len(PROMPTS)) -> list[asyncio.Task[list[Answer]]]:
+    """So many streams, of all kinds in turn; a task each."""
     progress = progress or Progress()
     return [
         asyncio.create_task(
             pd.answer(
                 prompt,
                 on_token=lambda index=index: progress.token(index),
-                **{"seed": index, "max_tokens": NUM_TOKENS, **KINDS[index % len(KINDS)], **fields},
+                **{"seed": index, "max_tokens": NUM_TOKENS, **KINDS[index % len(KINDS)]},
             )
         )
-        for index, prompt in enumerate(PROMPTS)
+        for index, prompt in enumerate(PROMPTS[:count])
     ]

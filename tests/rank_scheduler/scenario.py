@@ -106,6 +106,11 @@ class Rank(Engine):
         self.take(self.scheduler.take_frames())
         self.scheduler.check_integrity()
 
+    def hand_off(self, request_id: int) -> None:
+        self.scheduler.hand_off(0, request_id, self.now)
+        self.take(self.scheduler.take_frames())
+        self.scheduler.check_integrity()
+
     def end_load(self, request_id: int, num_valid: int | None = None, cause: str = "") -> None:
         """The load has brought `num_valid` tokens (None: all of them)."""
         assert self.connector is not None

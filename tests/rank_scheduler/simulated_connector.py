@@ -25,6 +25,8 @@ class SimulatedConnector:
     def __init__(self) -> None:
         self.pending: list[tuple[KvRequest, np.ndarray, int, int]] = []
         self.loading: dict[RequestKey, tuple[KvRequest, np.ndarray, int, int]] = {}
+        self.given_up: list[RequestKey] = []
+        self.num_computed_at_end: dict[RequestKey, int] = {}
         self.kept: set[RequestKey] = set()
         self.finished: list[RequestKey] = []
         self.num_asked: dict[RequestKey, int] = {}
@@ -68,6 +70,9 @@ class SimulatedConnector:
         assert self.num_computed[key] == num_tokens <= block_ids.shape[1] * BLOCK_SIZE
         return {"external": num_full, "num_tokens": num_full, "is_async": 1} if num_full else None
 
+    def abandoned(self, key: RequestKey) -> None:
+        self.given_up.append(key)
+
     def request_preempted(self, key: RequestKey) -> None:
         self.num_computed.pop(key, None)
 
@@ -77,6 +82,7 @@ class SimulatedConnector:
         self.known.remove(request.key)
         self.num_computed.pop(request.key, None)
         self.finished.append(request.key)
+        self.num_computed_at_end[request.key] = request.num_computed_tokens
         params = {"external": len(request.token_ids) - 1} if hands_off else None
         if request.params.get("keep"):
             self.kept.add(request.key)

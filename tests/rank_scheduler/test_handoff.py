@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from kv_transfer.connector import LoadFenced, LoadFinished
-from rank_scheduler.messages import EncoderInput, FinishReason, Repetition
+from rank_scheduler.messages import EncoderInput, FinishReason, Grammar, GrammarKind, Repetition
 from rank_scheduler.plan import StepPlan, StepResult
-from tests.rank_scheduler.scenario import EOS, Rank, expected, prompt_of
+from tests.rank_scheduler.scenario import BLOCK_SIZE, EOS, Rank, expected, prompt_of
 from tests.rank_scheduler.simulated_connector import SimulatedConnector
 
 
@@ -88,6 +88,86 @@ def test_what_was_generated_elsewhere_is_handed_off_with_the_prompt(async_schedu
     rank.run()
     assert rank.ends[1].reason is FinishReason.HANDOFF
     assert told == [7, 14, 21, 22]
+
+
+# ---- handed off as it stands, since the rank leaves ----
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.parametrize("num_tokens", [0, 1, 5])
+def test_whatever_runs_is_handed_off_with_what_is_computed(async_scheduling, num_tokens):
+    rank = make_rank(setup={"async_scheduling": async_scheduling})
+    prompt = prompt_of(10)
+    rank.submit(1, prompt, 20, fields={"kv_transfer_params": {"keep": 1}})
+    rank.submit(2, prompt_of(6, start=5), 20)
+    rank.step_until(lambda: len(rank.tokens[1]) == num_tokens)
+    if async_scheduling:
+        rank.plan()
+    rank.hand_off(1)
+    assert rank.ends[1].reason is FinishReason.HANDOFF
+    generated = expected(prompt, 20)[:num_tokens]
+    assert rank.tokens[1] == generated
+    # All but the last token, whose step is yet to come.
+    num_computed = len(prompt) + num_tokens - 1 if num_tokens else 0
+    assert rank.connector.num_computed_at_end[0, 1] == num_computed
+    rank.run()
+    assert rank.tokens[2] == expected(prompt_of(6, start=5), 20)
+    assert rank.tokens[1] == generated
+    if num_tokens:
+        assert rank.num_held_blocks() == -(-(num_computed + 1) // BLOCK_SIZE)
+    rank.end_send(1)
+    rank.run()
+    rank.assert_nothing_held()
+    assert generated + goes_on(prompt, generated, 20) == expected(prompt, 20)
+
+
+def goes_on(prompt, generated, max_tokens):
+    """What another rank makes of it."""
+    rank = make_rank()
+    rank.submit(1, prompt + generated, max_tokens, fields={"num_generated": len(generated)})
+    rank.run()
+    return rank.tokens[1]
+
+
+@pytest.mark.parametrize("where", ["queued", "preempted", "loading", "for its grammar"])
+def test_what_waits_is_handed_off_without_kv(where):
+    rank = make_rank(policy="priority", max_num_seqs=1)
+    fields = {"priority": 1}
+    if where == "loading":
+        fields |= external(8)
+    if where == "for its grammar":
+        fields["grammar"] = Grammar(GrammarKind.JSON_OBJECT)
+    if where == "queued":
+        rank.submit(2, prompt_of(6, start=5), 8)
+    rank.submit(1, prompt_of(12), 8, fields=fields)
+    rank.step()
+    if where == "preempted":
+        rank.submit(2, prompt_of(6, start=5), 8)
+        rank.step()
+    rank.hand_off(1)
+    assert (rank.ends[1].reason, rank.ends[1].message) == (FinishReason.HANDOFF, "")
+    assert rank.connector.num_computed_at_end[0, 1] == 0
+    if where == "loading":
+        rank.end_load(1)
+    rank.run()
+    rank.assert_nothing_held()
+
+
+def test_an_abort_lets_go_of_what_was_handed_off_and_of_nothing_else():
+    rank = make_rank()
+    rank.submit(1, prompt_of(10), 6, fields={"hands_off": True, "kv_transfer_params": {"keep": 1}})
+    rank.run()
+    rank.hand_off(1)
+    assert rank.connector.given_up == []
+    rank.abort(1)
+    rank.abort(2)
+    assert rank.connector.given_up == [(0, 1)]
+    assert rank.num_held_blocks() == 3
+    rank.end_send(1)
+    rank.abort(1)
+    assert rank.connector.given_up == [(0, 1)]
+    rank.assert_nothing_held()
+    assert rank.scheduler.num_ignored_messages == 3
 
 
 # ---- goes on behind what another rank has generated ----

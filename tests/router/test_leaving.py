@@ -126,12 +126,12 @@ async def test_a_client_that_goes_while_its_rank_hands_off(tmp_path: Path) -> No
     async with running(tmp_path, reply=REPLY, num_ranks=2) as cluster:
         limit(cluster, 3)
         waiting = asyncio.create_task(cluster.complete())
-        leaving = await stopped_at(cluster, 3)
+        await stopped_at(cluster, 3)
         link = next(link for link in cluster.service.pool.links if link.num_live)
         link._on_frame(msgspec.msgpack.encode(Leaving(0.0)))
         waiting.cancel()
         await until(cluster.is_idle)
-        await until(lambda: not other(cluster, leaving).live)
+        await until(lambda: not any(rank.live for rank in cluster.ranks))
         assert cluster.counted("serried_refused") == {"client_gone": 1}
 
 
