@@ -11,12 +11,13 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
+from cluster.inquiries import Inquiries
 from cluster.membership import Membership, MembershipError
 from kv_transfer.connection import Connection, Listener
 from rank_scheduler.config import SchedulerConfig
@@ -25,6 +26,8 @@ from router.control_messages import (
     Ask,
     Bounds,
     ControlToRouter,
+    Inquiry,
+    InquiryReply,
     Members,
     RankToControl,
     Registered,
@@ -82,6 +85,7 @@ class ControlEndpoint:
     ledger: Ledger = field(init=False)
     _listener: Listener = field(init=False)
     _routers: dict[str, _Router] = field(default_factory=dict)
+    _inquiries: Inquiries = field(default_factory=Inquiries)
     _ranks: dict[str, _Rank] = field(default_factory=dict)
     """By rank id."""
     _wake: asyncio.TimerHandle | None = None
@@ -125,6 +129,7 @@ class ControlEndpoint:
 
         By that, they know that this endpoint lives.
         """
+        self._inquiries.tick(self.clock())
         forgotten, messages = self.ledger.tick(self.clock())
         for router in forgotten:
             logger.warning("router %s did not come back; what it was lent is free", router)
@@ -176,6 +181,7 @@ class ControlEndpoint:
                 del self._routers[name]
                 # Resumed or not: an earlier connection, which this one replaced, may have left holdings.
                 self._answer(self.ledger.router_lost(name, self.clock()))
+                self._pass_on(self._inquiries.router_lost(name))
 
         connection.closed.add_done_callback(lost)
         connection.start(
@@ -205,13 +211,21 @@ class ControlEndpoint:
                 self._answer(self.ledger.tightened(name, serial, now))
             case Report(taken, drained):
                 self.ledger.reported(name, taken, drained, now)
+            case Inquiry():
+                others = [other for other, each in self._routers.items() if each.resumed and other != name]
+                self._pass_on(self._inquiries.ask(name, message, others, now))
+            case InquiryReply(number, is_yes):
+                self._pass_on(self._inquiries.replied(name, number, is_yes))
 
-    def _answer(self, messages: list[To]) -> None:
-        """Send what the ledger says, and see to it that it is woken in time."""
+    def _pass_on(self, messages: Sequence[tuple[str, ControlToRouter]]) -> None:
         for name, message in messages:
             router = self._routers.get(name)
             if router is not None and router.resumed:
                 self._send(router.connection, message)
+
+    def _answer(self, messages: list[To]) -> None:
+        """Send what the ledger says, and see to it that it is woken in time."""
+        self._pass_on(messages)
         if self._wake is not None:
             self._wake.cancel()
             self._wake = None

@@ -22,6 +22,9 @@ from router.control_messages import (
     Bounds,
     ControlToRouter,
     Granted,
+    Inquired,
+    InquiryAnswer,
+    InquiryReply,
     Members,
     QueueCounts,
     RankRecord,
@@ -35,6 +38,7 @@ from router.control_messages import (
     Tightened,
 )
 from router.errors import ApiError, Cause
+from router.inquiries import Inquiries
 from router.lease import Lease
 from router.peer import UNDECODABLE, PeerFault, keep_connected
 
@@ -67,8 +71,11 @@ class ControlLink:
         acquire_timeout_s: float,
         on_members: Callable[[list[RankRecord]], None],
         on_shutting_down: Callable[[], None],
+        on_inquired: Callable[[Inquired], bool],
         count: Callable[[PeerFault], None],
     ) -> None:
+        """`on_inquired` says yes or no to what another router asks."""
+        self.inquiries = Inquiries(self._send)
         self.counts = QueueCounts(0, 0, 0, 0)
         """The cluster's, as last heard."""
         self._address = address
@@ -77,6 +84,7 @@ class ControlLink:
         self._acquire_timeout_s = acquire_timeout_s
         self._on_members = on_members
         self._on_shutting_down = on_shutting_down
+        self._on_inquired = on_inquired
         self._count = count
         self._keys = itertools.count(1)
         self._lease = Lease(LEASE_VALID_S)
@@ -206,9 +214,9 @@ class ControlLink:
             if not pending.answer.done():
                 pending.answer.set_exception(error)
 
-    def _send(self, message: RouterToControl) -> None:
-        if self._connection is not None:
-            self._connection.send(self._encoder.encode(message))
+    def _send(self, message: RouterToControl) -> bool:
+        """Whether the control actor is there."""
+        return self._connection is not None and self._connection.send(self._encoder.encode(message))
 
     async def _connect(self) -> Connection:
         async with asyncio.timeout(ADDRESS_TIMEOUT_S):
@@ -262,6 +270,11 @@ class ControlLink:
                 self._on_members(ranks)
             case QueueCounts():
                 self.counts = message
+            case Inquired(number=number):
+                self._send(InquiryReply(number, self._on_inquired(message)))
+            case InquiryAnswer():
+                if not self.inquiries.answered(message):
+                    self._count(PeerFault.STALE)
             case ShuttingDown():
                 self._on_shutting_down()
 

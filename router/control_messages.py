@@ -147,11 +147,56 @@ class QueueCounts(msgspec.Struct, frozen=True, tag="queue_counts"):
     """Messages, of any router, that were late, doubled or made no sense."""
 
 
+class InquiryAction(StrEnum):
+    """What a router asks the others to do, or to say; the answer is yes or no."""
+
+    CANCEL = "cancel"
+    """End the request of this public id. Yes: it was there."""
+    OWNS_KEY = "owns_key"
+    """Yes: an answer under this idempotency key (its digest) is there, or on its way."""
+
+
+class Inquiry(msgspec.Struct, frozen=True, tag="inquiry"):
+    """Router → control: ask all other routers. Answered by `InquiryAnswer`, with the `query` given here."""
+
+    query: int
+    action: InquiryAction
+    subject: str
+    account: str
+    """Whose subject it has to be."""
+
+
+class Inquired(msgspec.Struct, frozen=True, tag="inquired"):
+    """Control → router: another one asks this. Answered by `InquiryReply`."""
+
+    number: int
+    asker: str
+    action: InquiryAction
+    subject: str
+    account: str
+
+
+class InquiryReply(msgspec.Struct, frozen=True, tag="inquiry_reply"):
+    """Router → control, to `Inquired`."""
+
+    number: int
+    is_yes: bool
+
+
+class InquiryAnswer(msgspec.Struct, frozen=True, tag="inquiry_answer"):
+    """Control → router, to `Inquiry`: one has said yes, or nobody."""
+
+    query: int
+    is_yes: bool
+    num_asked: int
+    """Routers besides the asker."""
+
+
 class ShuttingDown(msgspec.Struct, frozen=True, tag="shutting_down"):
     """Control → router: end every stream with an error event and refuse what comes."""
 
 
 RankToControl = Register
 ControlToRank = Registered
-RouterToControl = Resume | Ask | Return | Tightened | Report
-ControlToRouter = Bounds | Granted | Refused | Tighten | Members | QueueCounts | ShuttingDown
+RouterToControl = Resume | Ask | Return | Tightened | Report | Inquiry | InquiryReply
+ControlToRouter = Bounds | Granted | Refused | Tighten | Members | QueueCounts | Inquired | InquiryAnswer | ShuttingDown

@@ -35,6 +35,7 @@ class Cause(StrEnum):
     RANK_LOST = "rank_lost"
     RANK_ERROR = "rank_error"
     CLIENT_GONE = "client_gone"
+    CANCELLED = "cancelled"
     INTERNAL_ERROR = "internal_error"
 
 
@@ -66,6 +67,7 @@ _ANSWERS = {
     Cause.RANK_LOST: _Answer(502, "server_error", 1),
     Cause.RANK_ERROR: _Answer(500, "server_error"),
     Cause.CLIENT_GONE: _Answer(499, "client_closed_request"),
+    Cause.CANCELLED: _Answer(499, "request_cancelled"),
     Cause.INTERNAL_ERROR: _Answer(500, "server_error"),
 }
 

@@ -160,6 +160,13 @@ def _add_operation_routes(app: FastAPI, service: RouterService) -> None:
         """Where a request is, why it waits, and what has happened to it, by the id of its answer."""
         return _json(await service.explain(request_id))
 
+    @app.delete("/v1/requests/{request_id:path}")
+    async def cancel(request_id: str, request: Request) -> Response:
+        """End a request wherever it is, by the id of its answer; its client gets the error `cancelled`."""
+        arrival: Arrival = request.state.arrival
+        await service.cancel(request_id, arrival.account)
+        return _json({"id": request_id, "cancelled": True})
+
     @app.get("/health")
     async def health() -> Response:
         """200 while the process answers."""

@@ -43,6 +43,11 @@ class Arrival:
     """By the event loop's clock."""
     api_key: ApiKey | None
 
+    @property
+    def account(self) -> str:
+        """Whose requests it may join and cancel."""
+        return "" if self.api_key is None else self.api_key.account
+
 
 class _Refused(Exception):
     """By its headers, or because its body is too large or too slow. It passes through the application's handlers."""

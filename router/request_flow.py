@@ -222,8 +222,12 @@ class RequestFlow:
         return InRouter(self._stage, message, figures, self.num_prompt_tokens, self._arrived_at, self._loop.time())
 
     def fail(self, error: ApiError) -> None:
-        """End the request from outside; its owner's wait, in `begin` or `next`, raises `error` at once."""
+        """End the request from outside; its owner's wait, in `begin` or `next`, raises `error` at once.
+
+        What it holds is free at once, even while its owner waits for a client that does not read.
+        """
         self._error = self._error or error
+        self._free()
         self._wake.set()
         if self._beginning is not None and not self._beginning.expired():
             self._beginning.reschedule(self._loop.time())
@@ -235,9 +239,7 @@ class RequestFlow:
         self._is_closed = True
         if self._expiry is not None:
             self._expiry.cancel()
-        self._sequences.close()
-        if self._key is not None:
-            self._control.release(self._key)
+        self._free()
         self._metrics.num_in_flight.dec()
         if error is None:
             self._metrics.finished(self._loop.time() - self._arrived_at)
@@ -246,6 +248,12 @@ class RequestFlow:
         else:
             self._metrics.rejected(error)
         self._on_close(self)
+
+    def _free(self) -> None:
+        """Idempotent; what `begin` gets within the turn of the loop in which it is interrupted is for a second call."""
+        self._sequences.close()
+        if self._key is not None:
+            self._control.release(self._key)
 
     def _raise_error(self) -> None:
         if self._error is not None:

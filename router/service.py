@@ -15,7 +15,7 @@ from router.admitted import Admitted
 from router.api_keys import ApiKey
 from router.caller import ANYBODY, Caller
 from router.control_link import ControlAddress, ControlLink
-from router.control_messages import QueueCounts
+from router.control_messages import Inquired, InquiryAction, QueueCounts
 from router.errors import ApiError, Cause
 from router.explanation import RequestExplanation, check_request_id, put_together
 from router.grammar_check import GrammarChecker
@@ -32,6 +32,8 @@ from router.tokenizer import ChatTokenizer
 logger = logging.getLogger(__name__)
 
 DRAIN_TIMEOUT_S = 2.0
+INQUIRY_TIMEOUT_S = 1.0
+"""Of all other routers; they answer at once."""
 
 
 class RouterSettings(BaseModel):
@@ -135,6 +137,7 @@ class RouterService:
             acquire_timeout_s=settings.acquire_timeout_s,
             on_members=self._pool.reconcile,
             on_shutting_down=self.shut_down,
+            on_inquired=self._on_inquired,
             count=partial(self.metrics.peer_fault, "control"),
         )
         self._parts = FlowParts(
@@ -233,6 +236,46 @@ class RouterService:
             "ago, or waits in another router, or never was; check the id, and ask again if it has no answer yet",
             "id",
         )
+
+    async def cancel(self, request_id: str, account: str) -> None:
+        """End the request of this public id, in whichever router it is. Raises ApiError if nobody of them has it.
+
+        Only those of `account` are found, since ids are their clients' to choose.
+        """
+        check_request_id(request_id)
+        if self._cancel_here(request_id, account):
+            return
+        answer = await self.control.inquiries.ask(InquiryAction.CANCEL, request_id, account, INQUIRY_TIMEOUT_S)
+        if answer is None:
+            raise ApiError(
+                Cause.ADMISSION_UNAVAILABLE,
+                f"id: {request_id} is not in this router, and the others could not be asked within "
+                f"{INQUIRY_TIMEOUT_S:g} s; try again",
+                "id",
+            )
+        if not answer.is_yes:
+            raise ApiError(
+                Cause.NOT_FOUND,
+                f"id: {request_id} is neither in this router nor in one of {answer.num_asked} others: it has ended, or "
+                "never was; there is nothing to cancel",
+                "id",
+            )
+
+    def _cancel_here(self, request_id: str, account: str) -> bool:
+        """Whether it was here."""
+        error = ApiError(Cause.CANCELLED, f"{request_id} was cancelled by DELETE /v1/requests/{request_id}")
+        here: list[RequestFlow | Admitted] = [*self._flows, *self._arriving]
+        found = [each for each in here if each.request_id == request_id and each.caller.account == account]
+        for each in found:
+            each.fail(error)
+        return bool(found)
+
+    def _on_inquired(self, inquired: Inquired) -> bool:
+        match inquired.action:
+            case InquiryAction.CANCEL:
+                return self._cancel_here(inquired.subject, inquired.account)
+            case InquiryAction.OWNS_KEY:
+                return False
 
     def shut_down(self) -> None:
         """End every stream with an error event, and refuse what comes. Idempotent."""

@@ -47,6 +47,8 @@ from router.amounts import NOTHING, Amounts
 from router.control_messages import (
     Ask,
     Bounds,
+    Inquiry,
+    InquiryAnswer,
     Members,
     PoolRole,
     QueueCounts,
@@ -294,6 +296,8 @@ class FakeRank:
             return
         assert isinstance(message, Submit)
         self.submits.append(message)
+        # Of several routers one at a time has anything here: who submitted last gets the steps' frames.
+        self.connections.sort(key=lambda each: each is connection)
         stop = message.sampling.stop
         matcher = StopStringMatcher(stop, IncrementalDetokenizer(self.tokenizer)) if stop else None
         self.live[message.id] = Sequence(message, self.reply[message.num_generated :], matcher, self.now(), connection)
@@ -424,6 +428,8 @@ class FakeControl:
                 self._answer(self.ledger.returned(name, amounts, now))
             case Tightened(serial):
                 self._answer(self.ledger.tightened(name, serial, now))
+            case Inquiry(query=query):
+                connection.send(msgspec.msgpack.encode(InquiryAnswer(query, False, 0)))
             case Report(taken, drained):
                 self.ledger.reported(name, taken, drained, now)
 
@@ -440,7 +446,7 @@ class FakeControl:
             self._wake = loop.call_at(at, lambda: self._answer(self.ledger.wake(loop.time())))
 
 
-class _Server(uvicorn.Server):
+class QuietServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Any:
         yield
@@ -522,7 +528,7 @@ async def running(
         )
     )
     await service.start(control.address, SECRET, "router-1")
-    server = _Server(uvicorn.Config(build_app(service), host=HOST, port=0, log_level="warning", lifespan="off"))
+    server = QuietServer(uvicorn.Config(build_app(service), host=HOST, port=0, log_level="warning", lifespan="off"))
     serving = asyncio.create_task(server.serve())
     await until(lambda: server.started and service.control.is_connected and len(service.pool.links) == len(ranks))
     port = server.servers[0].sockets[0].getsockname()[1]
