@@ -11,6 +11,7 @@ import msgspec
 
 from rank_scheduler.messages import TokenLogprobs
 from router.choice import Delta
+from router.errors import ApiError
 from router.protocol import ChatCompletionRequest, CompletionRequest, GenerateRequest
 from router.tokenizer import ChatTokenizer
 from router.tool_calls import ToolCalls
@@ -56,6 +57,8 @@ class Format(Protocol):
     """The answer's id, the request's public name."""
     prompts: list[ShownPrompt]
     """By choice; set before anything is written, where the request wants to see them."""
+    num_prompt_tokens: int
+    """Set before anything is written."""
 
     def opening(self, index: int) -> bytes:
         """What a choice's stream begins with."""
@@ -65,13 +68,25 @@ class Format(Protocol):
         """One SSE event."""
         ...
 
-    def usage_chunk(self, usage: Mapping[str, Any]) -> bytes:
-        """The event with the usage and no choices."""
+    def closing(self, usage: Mapping[str, Any]) -> bytes:
+        """What a stream ends with."""
+        ...
+
+    def failure(self, error: ApiError) -> bytes:
+        """What a stream ends with that failed."""
+        ...
+
+    def error_body(self, error: ApiError) -> bytes:
+        """The body instead of an answer."""
         ...
 
     def body(self, answers: Sequence[Answer], usage: Mapping[str, Any]) -> bytes:
         """The whole answer of a request that does not stream."""
         ...
+
+
+def openai_error(error: ApiError) -> bytes:
+    return error.body()
 
 
 def usage(num_prompt_tokens: int, num_generated_tokens: int, num_cached_tokens: int) -> dict[str, Any]:
@@ -94,6 +109,8 @@ class _Format:
         self._wants_logprobs = request.num_logprobs is not None
         self._wants_prompt_logprobs = request.prompt_logprobs is not None
         self.prompts: list[ShownPrompt] = []
+        self.num_prompt_tokens = 0
+        self._include_usage = request.include_usage
         self.request_id = request_id
         self._head = {"id": self.request_id, "created": int(time.time()), "model": model}
         self._usage_null: dict[str, Any] = {"usage": None} if request.include_usage else {}
@@ -104,10 +121,17 @@ class _Format:
     def _event(self, choice: bytes) -> bytes:
         return self._prefix + choice + self._suffix
 
-    def usage_chunk(self, usage: Mapping[str, Any]) -> bytes:
-        return (
-            b"data: " + _encode({**self._head, "object": self._chunk_object, "choices": [], "usage": usage}) + b"\n\n"
-        )
+    def closing(self, usage: Mapping[str, Any]) -> bytes:
+        if not self._include_usage:
+            return DONE
+        event = _encode({**self._head, "object": self._chunk_object, "choices": [], "usage": usage})
+        return b"data: " + event + b"\n\n" + DONE
+
+    def failure(self, error: ApiError) -> bytes:
+        return b"data: " + self.error_body(error) + b"\n\n" + DONE
+
+    def error_body(self, error: ApiError) -> bytes:
+        return openai_error(error)
 
     def _body(
         self, choices: list[dict[str, Any]], usage: Mapping[str, Any], more: Mapping[str, Any] | None = None

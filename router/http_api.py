@@ -20,8 +20,10 @@ from starlette.requests import ClientDisconnect
 from router import request_headers
 from router.api_keys import ApiKeys
 from router.errors import ApiError, Cause, invalid
-from router.formats import ChatFormat, CompletionFormat, Format
+from router.formats import ChatFormat, CompletionFormat, Format, openai_error
 from router.http_edge import Arrival, HttpEdge
+from router.messages_format import MessagesFormat, anthropic_error
+from router.messages_protocol import CountTokensRequest, MessagesRequest
 from router.protocol import (
     MAX_TOKENIZE_CHARACTERS,
     ChatCompletionRequest,
@@ -63,6 +65,7 @@ def _add_generation_routes(app: FastAPI, service: RouterService) -> None:
         id_prefix: str,
         parse_body: Callable[[bytes], AnyRequest],
         kind: Callable[[AnyRequest, str, str, ChatTokenizer], Format],
+        error_body: Callable[[ApiError], bytes] = openai_error,
     ) -> Response:
         arrival: Arrival = http.state.arrival
         headers = http.scope["headers"]
@@ -81,7 +84,7 @@ def _add_generation_routes(app: FastAPI, service: RouterService) -> None:
                 raise
             return service.open_flow(request, request_id, admitted.caller, admitted), form
 
-        return GenerationResponse(Generation(request_id, open_flow, service.metrics.rejected))
+        return GenerationResponse(Generation(request_id, open_flow, service.metrics.rejected, error_body))
 
     @app.post("/v1/chat/completions", openapi_extra=_body_schema(ChatCompletionRequest))
     async def chat_completions(request: Request) -> Response:
@@ -92,6 +95,24 @@ def _add_generation_routes(app: FastAPI, service: RouterService) -> None:
     async def completions(request: Request) -> Response:
         """Continuation of one or more prompts."""
         return await answer(request, "cmpl", lambda body: parse(body, CompletionRequest), CompletionFormat)
+
+    @app.post("/v1/messages", openapi_extra=_body_schema(MessagesRequest))
+    async def messages(request: Request) -> Response:
+        """Answer to a conversation, in Anthropic's form."""
+        return await answer(
+            request, "msg", lambda body: parse(body, MessagesRequest).chat(), MessagesFormat, anthropic_error
+        )
+
+    @app.post("/v1/messages/count_tokens", openapi_extra=_body_schema(CountTokensRequest))
+    async def count_tokens(request: Request) -> Response:
+        """How many tokens a conversation's prompt has."""
+        try:
+            chat = parse(await request.body(), CountTokensRequest).chat()
+            _check_model(service, chat.model)
+            return _json({"input_tokens": len(await service.prompt_tokens(chat))})
+        except ApiError as error:
+            service.metrics.rejected(error)
+            return Response(anthropic_error(error), error.status, error.headers(), media_type="application/json")
 
 
 def _add_token_routes(app: FastAPI, service: RouterService) -> None:

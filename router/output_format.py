@@ -18,6 +18,9 @@ class Strict(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
 
+    def check(self) -> None:
+        """Raises ApiError where fields contradict each other."""
+
 
 def _as_text(value: Any) -> str:
     """JSON in the order it was written in, which is the order of the output's keys."""

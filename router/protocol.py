@@ -417,7 +417,7 @@ class DetokenizeRequest(Strict):
         pass
 
 
-RequestT = TypeVar("RequestT", ChatCompletionRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
+RequestT = TypeVar("RequestT", bound=Strict)
 
 
 def parse(body: bytes, kind: type[RequestT]) -> RequestT:

@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from router.choice import Delta
 from router.errors import ApiError, Cause, CountedError
-from router.formats import DONE, Answer, Format, ShownPrompt, usage
+from router.formats import Answer, Format, ShownPrompt, openai_error, usage
 from router.request_flow import RequestFlow
 from router.timed_send import ClientTooSlow
 
@@ -32,7 +32,13 @@ OpenFlow = Callable[[], Awaitable[tuple[RequestFlow, Format]]]
 class Generation:
     """Opens a flow for a request, runs it to its end and closes it, whatever that end is."""
 
-    def __init__(self, request_id: str, open_flow: OpenFlow, count: Callable[[ApiError], None]) -> None:
+    def __init__(
+        self,
+        request_id: str,
+        open_flow: OpenFlow,
+        count: Callable[[ApiError], None],
+        error_body: Callable[[ApiError], bytes] = openai_error,
+    ) -> None:
         """`request_id`: the answer's public id.
 
         `open_flow` may raise ApiError, which `count` hears of; what comes later is the flow's to count.
@@ -40,6 +46,7 @@ class Generation:
         self._id_header = {"x-request-id": request_id}
         self._open_flow = open_flow
         self._count = count
+        self._error_body = error_body
 
     async def run(self, send: Send) -> bool:
         """Send the answer, or the refusal; whether the answer is whole. Whoever cancels this says that nobody reads."""
@@ -47,7 +54,7 @@ class Generation:
             flow, form = await self._open_flow()
         except ApiError as error:
             self._count(error)
-            await _send_body(error.status, error.body(), self._id_header | error.headers(), send)
+            await _send_body(error.status, self._error_body(error), self._id_header | error.headers(), send)
             return False
         except asyncio.CancelledError:
             self._count(_CLIENT_GONE)
@@ -84,7 +91,7 @@ class GenerationResponse(Response):
 async def _answer(flow: RequestFlow, form: Format, send: Send) -> bool:
     try:
         await flow.begin()
-        _show_prompts(flow, form)
+        _begin_form(flow, form)
         answers = [Answer() for _ in range(flow.num_choices)]
         while not flow.is_finished:
             for delta in await flow.next():
@@ -101,7 +108,7 @@ async def _stream(flow: RequestFlow, form: Format, send: Send) -> bool:
     wants_logprobs = flow.request.num_logprobs is not None
     try:
         await flow.begin()
-        _show_prompts(flow, form)
+        _begin_form(flow, form)
         deltas = await flow.next()
     except ApiError as error:
         await _refuse(flow, form, error, send)
@@ -116,18 +123,17 @@ async def _stream(flow: RequestFlow, form: Format, send: Send) -> bool:
             deltas = await flow.next()
     except ApiError as error:
         flow.close(error)
-        tail = b"data: " + error.body() + b"\n\n"
+        tail = form.failure(error)
     else:
         flow.close(None)
         is_whole = True
-        tail = _events(form, deltas, begun, wants_logprobs)
-        if flow.request.include_usage:
-            tail += form.usage_chunk(_usage(flow))
-    await send({"type": "http.response.body", "body": tail + DONE, "more_body": False})
+        tail = _events(form, deltas, begun, wants_logprobs) + form.closing(_usage(flow))
+    await send({"type": "http.response.body", "body": tail, "more_body": False})
     return is_whole
 
 
-def _show_prompts(flow: RequestFlow, form: Format) -> None:
+def _begin_form(flow: RequestFlow, form: Format) -> None:
+    form.num_prompt_tokens = flow.num_prompt_tokens
     if flow.request.shows_prompt:
         prompts = [prompt for prompt in flow.prompts for _ in range(flow.request.num_choices)]
         form.prompts = [
@@ -138,7 +144,7 @@ def _show_prompts(flow: RequestFlow, form: Format) -> None:
 
 async def _refuse(flow: RequestFlow, form: Format, error: ApiError, send: Send) -> None:
     flow.close(error)
-    await _send_body(error.status, error.body(), _id_header(form) | error.headers(), send)
+    await _send_body(error.status, form.error_body(error), _id_header(form) | error.headers(), send)
 
 
 def _events(form: Format, deltas: list[Delta], begun: set[int], wants_logprobs: bool) -> bytes:

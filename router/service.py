@@ -21,6 +21,7 @@ from router.explanation import RequestExplanation, check_request_id, put_togethe
 from router.grammar_check import GrammarChecker
 from router.metrics import RankFigures, RouterMetrics
 from router.placement_policies import load_policy
+from router.preparation import Preparation
 from router.protocol import ChatCompletionRequest, CompletionRequest
 from router.rank_pool import RankPool
 from router.request_flow import FlowParts, RequestFlow
@@ -206,6 +207,13 @@ class RouterService:
         flow = RequestFlow(request, request_id, caller, self._parts, admitted, on_close=self._on_flow_closed)
         self._flows.add(flow)
         return flow
+
+    async def prompt_tokens(self, request: ChatCompletionRequest) -> list[int]:
+        """Of the prompt that this conversation makes. Raises ApiError if it cannot be one."""
+        settings = self.settings
+        preparation = Preparation(request, self.tokenizer, max_model_len=settings.max_model_len, policy=settings.policy)
+        (prompt,) = await preparation.prompts()
+        return prompt.token_ids
 
     async def explain(self, request_id: str) -> RequestExplanation:
         """Where a request is, whoever's, by its public id, and why. Raises ApiError if nobody knows it."""

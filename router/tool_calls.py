@@ -28,12 +28,12 @@ class ToolCalls:
 
     def pieces(self, text: str, *, is_end: bool) -> list[dict[str, Any]]:
         """The `delta`s of a stream that this text brings."""
-        return [piece for event in self._events(text, is_end) if (piece := self._piece(event)) is not None]
+        return [piece for event in self.events(text, is_end=is_end) if (piece := self._piece(event)) is not None]
 
     def message(self, text: str) -> dict[str, Any]:
         """The fields of a whole answer's message."""
         content, calls = "", list[dict[str, Any]]()
-        for event in self._events(text, is_end=True):
+        for event in self.events(text, is_end=True):
             match event:
                 case Text(more):
                     content += more
@@ -46,7 +46,8 @@ class ToolCalls:
     def finish_reason(self, reason: str | None) -> str | None:
         return "tool_calls" if self._has_calls and reason == "stop" else reason
 
-    def _events(self, text: str, is_end: bool) -> list[Event]:
+    def events(self, text: str, *, is_end: bool) -> list[Event]:
+        """What this text brings, calls that are not wanted left out."""
         events = self._reader.feed(text)
         if is_end:
             events += self._reader.end()
@@ -65,5 +66,9 @@ class ToolCalls:
                 return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
 
 
+def new_call_id(prefix: str) -> str:
+    return f"{prefix}_{uuid.uuid4().hex[:24]}"
+
+
 def _begun(name: str) -> dict[str, Any]:
-    return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": {"name": name, "arguments": ""}}
+    return {"id": new_call_id("call"), "type": "function", "function": {"name": name, "arguments": ""}}
