@@ -33,7 +33,7 @@ class RouterStage(StrEnum):
     """Its output format is being checked, one after another in a router."""
     TOKENIZATION = "tokenization"
     PLACEMENT = "placement"
-    """No connected rank has room for it."""
+    """No rank that it may go to has room for it, or it is not its turn."""
 
 
 WAITS_FOR_ADMISSION = "waits for the control actor to count it in the cluster's queue"
@@ -51,6 +51,8 @@ class InRouter:
     arrived_at: float
     now: float
     """Both on the router's clock."""
+    position: int | None = None
+    """How many are before it in the line for room, if it is in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +144,7 @@ def _still_here(in_router: InRouter, start: float) -> ExplainedSequence:
         reason=str(in_router.stage),
         message=in_router.message,
         figures=in_router.figures,
-        position=None,
+        position=in_router.position,
         num_prompt_tokens=in_router.num_prompt_tokens,
         timeline=[arrived],
     )

@@ -23,6 +23,7 @@ from router.errors import ApiError, Cause
 from router.peer import PeerFault
 from router.placement import Leg
 
+_WAIT_BUCKETS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80)
 _FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80)
 _TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.4, 0.8, 1.6)
 _REQUEST_BUCKETS = (0.1, 0.25, 0.5, 1, 2, 5, 10, 20, 40, 60, 120, 300, 600)
@@ -157,6 +158,18 @@ class RouterMetrics:
             buckets=_FIRST_TOKEN_BUCKETS,
             registry=self.registry,
         )
+        self.placement_wait = Histogram(
+            "serried_router_wait_seconds",
+            "How long a prompt, or a move of a sequence, waited in the router for room on a rank.",
+            buckets=_WAIT_BUCKETS,
+            registry=self.registry,
+        )
+        self._waiting = Gauge(
+            "serried_router_waiting",
+            "What waits in this router for room on a rank: requests (prompts and moves), and the tokens of these.",
+            ["of"],
+            registry=self.registry,
+        )
         self._peer_faults = Counter(
             "serried_peer_faults",
             "What went wrong with the router's peers (rank, control), by fault; each cost a connection at most.",
@@ -180,6 +193,11 @@ class RouterMetrics:
         for cause in Cause:
             self._causes.labels(str(cause))
         self.registry.register(_LiveFigures(ranks, counts))
+
+    def watch_line(self, num_requests: Callable[[], int], num_tokens: Callable[[], int]) -> None:
+        """Ask these at each scrape for what waits in the router."""
+        self._waiting.labels("requests").set_function(num_requests)
+        self._waiting.labels("tokens").set_function(num_tokens)
 
     def finished(self, latency_s: float) -> None:
         self._outcomes.labels("finished").inc()

@@ -49,7 +49,32 @@ class Place:
     placing: Placing
     num_before: int
     num_tokens_before: int
+    """What those before will be charged."""
     num_suitable: int
     """Ranks that it may go to."""
     num_open: int
     """Those of them that have room for somebody."""
+
+    def figures(self) -> dict[str, int]:
+        return {
+            "num_before": self.num_before,
+            "num_tokens_before": self.num_tokens_before,
+            "num_ranks_suitable": self.num_suitable,
+            "num_ranks_suitable_with_room": self.num_open,
+        }
+
+    def __str__(self) -> str:
+        """What it waits for."""
+        placing = self.placing
+        which = f"rank {placing.rank_id}" if placing.rank_id is not None else f"{self.num_suitable} ranks"
+        part = f"of {which} for its {placing.leg} part"
+        if not self.num_suitable:
+            needs = f"any rank for its {placing.leg} part: there is none"
+        elif self.num_open:
+            needs = f"KV room for {placing.num_tokens} tokens on one {part}; {self.num_open} have room for others"
+        else:
+            needs = f"room on one {part}: all have as much to do as they are given at a time"
+        turn = placing.turn
+        whose = "as a move" if turn.is_move else f"of tenant {turn.tenant!r}, weight {turn.weight:g}"
+        before = f"{self.num_before} before it, with {self.num_tokens_before} tokens"
+        return f"waits for {needs}; {before}; it goes {whose}, with {turn.num_tokens} tokens"

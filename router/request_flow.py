@@ -205,7 +205,7 @@ class RequestFlow:
         num_sequences = self.request.num_sequences - self._sequences.num_begun + self._sequences.num_moving
         if num_sequences == 0:
             return None
-        figures = {"num_sequences": num_sequences}
+        figures, position = {"num_sequences": num_sequences}, None
         match self._stage:
             case RouterStage.ADMISSION:
                 message = WAITS_FOR_ADMISSION
@@ -215,11 +215,12 @@ class RequestFlow:
                 message = "waits for its prompt's tokens"
             case RouterStage.PLACEMENT:
                 figures |= self._pool.figures()
-                message = (
-                    f"waits for a rank with room: {figures['num_ranks_known']} known, "
-                    f"{figures['num_ranks_connected']} connected, {figures['num_ranks_with_room']} with room"
-                )
-        return InRouter(self._stage, message, figures, self.num_prompt_tokens, self._arrived_at, self._loop.time())
+                message = "is about to be given to a rank"
+                if place := next(iter(self._pool.dispatcher.find(self.request_id)), None):
+                    message, position = str(place), place.num_before
+                    figures |= place.figures()
+        now = self._loop.time()
+        return InRouter(self._stage, message, figures, self.num_prompt_tokens, self._arrived_at, now, position)
 
     def fail(self, error: ApiError) -> None:
         """End the request from outside; its owner's wait, in `begin` or `next`, raises `error` at once.

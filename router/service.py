@@ -130,7 +130,10 @@ class RouterService:
             count=partial(self.metrics.peer_fault, "rank"),
             falls_back=settings.pd_fallback,
             by_priority=settings.policy == "priority",
+            observe_wait=self.metrics.placement_wait.observe,
         )
+        dispatcher = self._pool.dispatcher
+        self.metrics.watch_line(lambda: dispatcher.num_waiting, lambda: dispatcher.num_waiting_tokens)
         self._control = ControlLink(
             control_address,
             secret,

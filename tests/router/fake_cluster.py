@@ -271,6 +271,7 @@ class FakeRank:
         if isinstance(message, Abort):
             self.aborts.append(message.id)
             self.live.pop(message.id, None)
+            connection.send(msgspec.msgpack.encode(StepFrame(self.load())))
             return
         if isinstance(message, LeavingHeard):
             self.num_heard += 1
@@ -319,7 +320,7 @@ class FakeRank:
                 break
             self.allowance -= 1
             self._advance(request_id, sequence, frame)
-        self.connections[-1].send(msgspec.msgpack.encode(frame))
+        self.connections[-1].send(msgspec.msgpack.encode(msgspec.structs.replace(frame, load=self.load())))
 
     def _advance(self, request_id: int, sequence: Sequence, frame: StepFrame) -> None:
         sampling = sequence.submit.sampling

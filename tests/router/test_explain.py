@@ -162,12 +162,17 @@ async def test_a_request_that_waits_for_a_rank_is_in_the_router(tmp_path: Path) 
         assert (body["ranks"], body["ranks_without_answer"]) == ([], [])
         (sequence,) = body["sequences"]
         assert (sequence["rank"], sequence["state"], sequence["reason"]) == (None, "in_router", "placement")
-        assert "0 known" in sequence["message"]
+        assert "any rank for its whole part: there is none" in sequence["message"]
+        assert sequence["position"] == 0
         assert sequence["figures"] == {
             "num_sequences": 2,
             "num_ranks_known": 0,
             "num_ranks_connected": 0,
             "num_ranks_with_room": 0,
+            "num_before": 0,
+            "num_tokens_before": 0,
+            "num_ranks_suitable": 0,
+            "num_ranks_suitable_with_room": 0,
         }
         assert sequence["num_prompt_tokens"] == 3
         assert [(entry["event"], entry["at_s"]) for entry in sequence["timeline"]] == [("ARRIVED", 0)]
