@@ -86,7 +86,7 @@ class Pulls:
     def __init__(self, name: str) -> None:
         self._name = name
         self._lock = threading.Lock()
-        self.changed = threading.Condition(self._lock)
+        self._changed = threading.Condition(self._lock)
         self._live: set[Pull] = set()
         self._num_at_once = 0
         self._stats = TransportStats()
@@ -97,14 +97,14 @@ class Pulls:
     def add(self, owner: object, num_blocks: int, num_bytes: int, timeout_s: float, on_end: OnEnd) -> Pull:
         """A queued pull, `owner`'s (`stop_all`). Raises TransferError (`backend`) after `close`."""
         pull = Pull(self, owner, num_blocks, num_bytes, timeout_s, on_end)
-        with self.changed:
+        with self._lock:
             self._check_open()
             if self._keeper is None:
                 self._keeper = threading.Thread(target=self._keep, name=f"kv-{self._name}-keeper", daemon=True)
                 self._keeper.start()
             self._live.add(pull)
             if pull.deadline < self._wakes_at:
-                self.changed.notify_all()
+                self._changed.notify_all()
         return pull
 
     def do_at_once(
@@ -126,7 +126,7 @@ class Pulls:
                 self._num_at_once -= 1
                 self._count(num_blocks, num_bytes, started_at, end)
                 if self._is_closed:
-                    self.changed.notify_all()
+                    self._changed.notify_all()
         _tell(on_end, end)
         return _ENDED
 
@@ -136,12 +136,12 @@ class Pulls:
 
     def stop(self, pull: Pull, reason: FailureReason, message: str) -> None:
         """Ask for its end. Never blocks."""
-        with self.changed:
+        with self._lock:
             self._stop(pull, reason, message)
 
     def stop_all(self, owner: object | None, reason: FailureReason, message: str) -> None:
         """Ask for the end of all pulls, or of `owner`'s."""
-        with self.changed:
+        with self._lock:
             for pull in self._live:
                 if owner is None or pull._owner is owner:
                     self._stop(pull, reason, message)
@@ -151,12 +151,12 @@ class Pulls:
             return
         pull._failure = TransferEnd(reason, message)
         if pull._state is _State.QUEUED:
-            self.changed.notify_all()
+            self._changed.notify_all()
         elif pull._interrupt is not None:
             pull._interrupt()
 
     def finish(self, pull: Pull, end: TransferEnd) -> TransferEnd:
-        with self.changed:
+        with self._lock:
             end = pull._failure or end
             on_end = pull._on_end
             assert on_end is not None, "a pull ends once"
@@ -166,7 +166,7 @@ class Pulls:
             self._live.discard(pull)
             self._count(pull.num_blocks, pull.num_bytes, pull.started_at, end)
             if self._is_closed:
-                self.changed.notify_all()
+                self._changed.notify_all()
         _tell(on_end, end)
         return end
 
@@ -182,7 +182,7 @@ class Pulls:
 
     def _keep(self) -> None:
         while True:
-            with self.changed:
+            with self._lock:
                 now = time.monotonic()
                 orphans = []
                 for pull in list(self._live):
@@ -196,22 +196,22 @@ class Pulls:
                         return
                     waiting = [pull.deadline for pull in self._live if pull._failure is None]
                     self._wakes_at = min(waiting, default=float("inf"))
-                    self.changed.wait(min(self._wakes_at - now, threading.TIMEOUT_MAX))
+                    self._changed.wait(min(self._wakes_at - now, threading.TIMEOUT_MAX))
             for pull in orphans:
                 pull.finish(TransferEnd())
 
     def stats(self) -> TransportStats:
-        with self.changed:
+        with self._lock:
             return copy.deepcopy(self._stats)
 
     def close(self, deadline: float) -> None:
         """Stop all pulls, take no more, and end the keeper; to be called when the working threads have ended."""
-        with self.changed:
+        with self._lock:
             self._is_closed = True
             for pull in self._live:
                 self._stop(pull, FailureReason.PEER_LOST, "the transport is being closed")
-            self.changed.notify_all()
-            self.changed.wait_for(lambda: not self._num_at_once, max(deadline - time.monotonic(), 0.0))
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._num_at_once, max(deadline - time.monotonic(), 0.0))
             keeper = self._keeper
         if keeper is not None:
             join(keeper, deadline)

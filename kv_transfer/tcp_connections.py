@@ -23,11 +23,12 @@ import msgspec
 
 from kv_transfer import block_moves
 from kv_transfer.memory import KvMemory
-from kv_transfer.pulls import Pull, Pulls
+from kv_transfer.pulls import Pulls
 from kv_transfer.socket_server import PROTOCOL_VERSION, Welcome, enter, shut
+from kv_transfer.tcp_line import Job, Line, is_ended
 from kv_transfer.tcp_requests import GRANT, ROLE, STATUS, TcpAddress, receive_refusal
 from kv_transfer.tcp_stream import configure, receive_data
-from kv_transfer.transport import BlockIds, Endpoint, FailureReason, TransferEnd, TransferError
+from kv_transfer.transport import Endpoint, FailureReason, TransferEnd, TransferError
 from kv_transfer.wire import WireError
 
 _log = logging.getLogger(__name__)
@@ -36,18 +37,6 @@ _log = logging.getLogger(__name__)
 CLIENT_IDLE_S = 60.0
 SERVER_IDLE_S = 90.0
 CONNECT_TIMEOUT_S = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """A request, and where the blocks go that answer it."""
-
-    pull: Pull
-    request: bytes
-    """As it is sent."""
-    local_blocks: BlockIds
-    on_grant: Callable[[int], None] | None = None
-    """Given with a `PushRequest`: its answer begins with a grant."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,31 +69,6 @@ class Dialer:
         sock.settimeout(None)
 
 
-class _Line:
-    """A connection, or a thread that would open one."""
-
-    def __init__(self, lock: threading.Lock, sock: socket.socket | None = None) -> None:
-        self.sock = sock
-        self.job: Job | None = None
-        """Given to it while it was idle."""
-        self.unsent: bytes | None = None
-        """Of the job's request, if whoever gave it has begun it."""
-        self.has_changed = threading.Condition(lock)
-
-    def give(self, job: Job) -> None:
-        """By anybody who holds the lock, while it is idle. Never blocks."""
-        self.job = job
-        sock = self.sock
-        if sock is not None and not _is_ended(sock) and job.pull.begin(lambda: shut(sock)):
-            self.unsent = _send_at_once(sock, job.request)
-        self.has_changed.notify()
-
-    def close(self) -> None:
-        if self.sock is not None:
-            self.sock.close()
-            self.sock = None
-
-
 class Connections:
     def __init__(
         self,
@@ -126,7 +90,7 @@ class Connections:
         self._lock = threading.Lock()
         self._jobs: deque[Job] = deque()
         """Empty while anybody is idle."""
-        self._idle: list[_Line] = []
+        self._idle: list[Line] = []
         """Those that are open last."""
         self._num_threads = 0
         self._is_closed = False
@@ -135,7 +99,15 @@ class Connections:
         """A first connection, open already; the caller's still if this raises."""
         with self._lock:
             self._num_threads += 1
-        self._start_thread(lambda: self._work(_Line(self._lock, sock)))
+        self._start(sock)
+
+    def _start(self, sock: socket.socket | None) -> None:
+        line = Line(sock)
+        try:
+            self._start_thread(lambda: self._work(line))
+        except BaseException:
+            line.close()
+            raise
 
     def submit(self, job: Job) -> None:
         with self._lock:
@@ -150,9 +122,9 @@ class Connections:
                 return
             self._num_threads += 1
         try:
-            self._start_thread(lambda: self._work(_Line(self._lock)))
-        except RuntimeError as error:
-            # No more threads for this process: the job is left to the others, if there are any.
+            self._start(None)
+        except (OSError, RuntimeError) as error:
+            # No more descriptors or threads for this process: the job is left to the others, if there are any.
             with self._lock:
                 self._num_threads -= 1
                 if not self._num_threads:
@@ -165,11 +137,11 @@ class Connections:
             self._is_closed = True
             self._jobs.clear()
             for line in self._idle:
-                line.has_changed.notify()
+                line.wake()
 
     # ---- a connection's thread ----
 
-    def _work(self, line: _Line) -> None:
+    def _work(self, line: Line) -> None:
         try:
             while (job := self._next_job(line)) is not None:
                 self._attend(line, job)
@@ -178,29 +150,31 @@ class Connections:
         finally:
             line.close()
 
-    def _next_job(self, line: _Line) -> Job | None:
+    def _next_job(self, line: Line) -> Job | None:
         """None: this thread is to end."""
         with self._lock:
-            if not self._jobs and not self._is_closed and len(self._idle) < self._most_idle:
+            is_idle = not self._jobs and not self._is_closed and len(self._idle) < self._most_idle
+            if is_idle:
                 self._idle.insert(len(self._idle) if line.sock is not None else 0, line)
-                line.has_changed.wait_for(lambda: line.job is not None or self._is_closed, CLIENT_IDLE_S)
-                if line.job is None:
-                    self._idle.remove(line)
-            if line.job is not None:
-                job, line.job = line.job, None
-                return job
-            if self._jobs:
-                return self._jobs.popleft()
-            self._num_threads -= 1
-            return None
+        if is_idle:
+            line.sleep(CLIENT_IDLE_S)
+        with self._lock:
+            if is_idle and line.job is None:
+                self._idle.remove(line)
+            job = line.take()
+            if job is None and self._jobs:
+                job = self._jobs.popleft()
+            if job is None:
+                self._num_threads -= 1
+            return job
 
-    def _attend(self, line: _Line, job: Job) -> None:
+    def _attend(self, line: Line, job: Job) -> None:
         """Work on one request, on the line's connection, or on a new one if it has none."""
         unsent, line.unsent = line.unsent, None
         is_open = True
         if unsent is None:
-            if line.sock is not None and _is_ended(line.sock):
-                line.close()
+            if line.sock is not None and is_ended(line.sock):
+                line.hang_up()
             is_open = line.sock is not None
             try:
                 sock = line.sock = line.sock or self._dialer.make_socket()
@@ -209,12 +183,12 @@ class Connections:
                 return
             if not job.pull.begin(lambda: shut(sock)):
                 if not is_open:
-                    line.close()
+                    line.hang_up()
                 return
             unsent = job.request
         assert line.sock is not None
         if not self._receive(line.sock, is_open, unsent, job):
-            line.close()
+            line.hang_up()
 
     def _receive(self, sock: socket.socket, is_open: bool, unsent: bytes, job: Job) -> bool:
         """True if the socket is connected and in step afterwards."""
@@ -258,23 +232,3 @@ class Connections:
         job.on_grant(*GRANT.unpack(receive_data(sock, GRANT.size)))
         block_moves.receive(sock, bytearray(), self._memory.blocks, job.local_blocks)
         return TransferEnd()
-
-
-def _is_ended(sock: socket.socket) -> bool:
-    """Whether the server has closed an idle connection (or said something out of turn)."""
-    try:
-        sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-    except BlockingIOError:
-        return False
-    except OSError:
-        pass
-    return True
-
-
-def _send_at_once(sock: socket.socket, data: bytes) -> bytes:
-    """What the kernel does not take at once."""
-    try:
-        return data[sock.send(data, socket.MSG_DONTWAIT) :]
-    except OSError:
-        # If it is not only full, whoever sends the rest will find out.
-        return data

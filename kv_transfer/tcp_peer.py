@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 from kv_transfer.memory import KvMemory
 from kv_transfer.pulls import Pull, Pulls
-from kv_transfer.tcp_connections import Connections, Dialer, Job
+from kv_transfer.tcp_connections import Connections, Dialer
+from kv_transfer.tcp_line import Job
 from kv_transfer.tcp_requests import PullRequest, PushRequest, TcpAddress, encode_request
 from kv_transfer.transport import BlockIds, Endpoint, FailureReason
 

@@ -30,7 +30,16 @@ from kv_transfer.socket_server import (
 from kv_transfer.tcp_connections import SERVER_IDLE_S, Connections
 from kv_transfer.tcp_peer import TcpPeer
 from kv_transfer.tcp_pushes import Outboxes
-from kv_transfer.tcp_requests import ROLE, STATUS, PullRequest, PushRequest, Request, TcpAddress, send_refusal
+from kv_transfer.tcp_requests import (
+    ROLE,
+    STATUS,
+    PullRequest,
+    PushRequest,
+    Request,
+    TcpAddress,
+    decode_request,
+    send_refusal,
+)
 from kv_transfer.tcp_stream import configure, set_timeout
 from kv_transfer.transport import (
     BlockIds,
@@ -104,7 +113,7 @@ class TcpTransport:
         frames = FrameBuffer()
         while data := sock.recv(_RECEIVE_BYTES):
             for payload in frames.feed(data):
-                self._answer(sock, msgspec.msgpack.decode(payload, type=Request))
+                self._answer(sock, decode_request(payload))
 
     def _answer(self, sock: socket.socket, request: Request) -> None:
         # Written so that it holds for NaN.
