@@ -40,7 +40,7 @@ _SCHEDULER_PANELS: dict[str, tuple[str, ...]] = {
         "cache_aware_admission_window",
         "cache_aware_admission_threshold",
     ),
-    "Cluster's queue": ("max_num_queued_reqs", "max_num_queued_tokens"),
+    "Cluster's queue": ("max_num_queued_reqs", "max_num_queued_tokens", "queued_tokens_accounting"),
     "KV loads": (
         "max_num_inflight_kv_loads",
         "max_async_kv_loads_per_step",

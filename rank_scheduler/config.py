@@ -127,6 +127,11 @@ class SchedulerConfig(_Section):
         ge=0,
         description="Prompt tokens of requests in the whole cluster that have no first token yet. None: no limit.",
     )
+    queued_tokens_accounting: Literal["exact", "conservative"] = Field(
+        default="exact",
+        description="`exact`: tokens of a prompt that are computed, or were found in a prefix cache, count no more. "
+        "`conservative`: all count until the first token.",
+    )
     enable_chunked_prefill: bool = Field(
         default=True, description="Compute a prompt in several steps where it does not fit into one."
     )

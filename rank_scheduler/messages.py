@@ -327,6 +327,8 @@ class StepFrame(msgspec.Struct, frozen=True, tag="step", omit_defaults=True):
     """Turns of streaming sessions that ended; the session itself lives on."""
     first_token_ids: list[int] = []
     """Requests whose prompt became fully computed in this step."""
+    computed: dict[int, int] = {}
+    """Request whose prompt is computed in part by now → how many of its tokens, those from a prefix cache included."""
     tickets: dict[int, KvParams] = {}
     """Request that will be handed off → where KV of its prompt can be fetched that is complete by now.
 

@@ -29,6 +29,7 @@ class OwnerTokens:
     tokens: list[int] = field(default_factory=list)
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     first_token_ids: list[int] = field(default_factory=list)
+    computed: dict[int, int] = field(default_factory=dict)
     tickets: dict[int, KvParams] = field(default_factory=dict)
     prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)
     shares_ids: bool = False
@@ -105,6 +106,7 @@ class ResultIntake:
             for row in np.flatnonzero(drafted).tolist():
                 self._take_drafted(flight, result, row, now)
         self._take_sampled(slots, first, sampled, result, now)
+        self._tell_computed(slots[live & ~flight.samples])
         if state.config.speculative is not None:
             self._propose(flight)
         self._hand_out_tickets(flight)
@@ -171,6 +173,16 @@ class ResultIntake:
         elif self._is_async:
             batch.num_in_flight[slots[live]] -= flight.num_tokens[live]
         state.stats.num_prompt_tokens += int(np.maximum(num_prompt_tokens, 0).sum())
+
+    def _tell_computed(self, slots: Int32Array) -> None:
+        """These have got a further part of their prompts, and are not through with them."""
+        if not len(slots) or self._state.config.queued_tokens_accounting == "conservative":
+            return
+        batch = self._state.batch
+        num_computed = batch.num_computed[slots] - batch.num_in_flight[slots]
+        for slot, num in zip(slots.tolist(), np.minimum(num_computed, batch.num_prompt[slots]).tolist(), strict=True):
+            owner, wire_id = batch.at(slot).key
+            self._tokens.setdefault(owner, OwnerTokens()).computed[wire_id] = num
 
     def _end_rows(
         self, flight: Flight, result: StepResult, live: BoolArray, sampled: BoolArray, now: float

@@ -461,6 +461,7 @@ class Scheduler:
                     mine,
                     turns,
                     tokens.first_token_ids,
+                    tokens.computed,
                     tickets=tokens.tickets,
                     prompt_logprobs=tokens.prompt_logprobs,
                 )

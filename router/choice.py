@@ -32,8 +32,8 @@ class Delta:
 class Choice:
     """Filled by its rank's link, in callbacks; emptied by its request's task.
 
-    A link calls `add_token`, `prefill_done` and `take_ticket` any number of times and then exactly one of `finish` and
-    `lose`. When its rank hands it off, or is lost, another link goes on with it.
+    A link calls `add_token`, `computed`, `prefill_done` and `take_ticket` any number of times and then exactly one of
+    `finish` and `lose`. When its rank hands it off, or is lost, another link goes on with it.
     The task hears of the first token at once, then of every `stream_interval` tokens, and of the end.
     """
 
@@ -41,11 +41,13 @@ class Choice:
         "_detokenizer",
         "_logprobs",
         "_min_tokens",
+        "_num_prompt_tokens",
         "_num_taken_tokens",
+        "_num_waiting_tokens",
+        "_on_computed",
         "_on_handoff",
         "_on_leave",
         "_on_lost",
-        "_on_prefill_done",
         "_on_ticket",
         "_stop_text",
         "_stream_interval",
@@ -73,7 +75,8 @@ class Choice:
         sampling: SamplingParams,
         stream_interval: int,
         notify: Callable[[Choice], None],
-        on_prefill_done: Callable[[], None],
+        num_prompt_tokens: int,
+        on_computed: Callable[[int], None],
         on_handoff: Callable[[Choice, End], None],
         on_lost: Callable[[Choice, ApiError], None],
         on_ticket: Callable[[Choice, KvParams], None],
@@ -96,7 +99,10 @@ class Choice:
         self.prompt_logprobs: dict[int, TokenLogprobs] = {}
         """Of the prompt's tokens, by index, where they are asked for: complete once it has a token."""
         self.notify = notify
-        self._on_prefill_done = on_prefill_done
+        self._num_waiting_tokens = num_prompt_tokens
+        """Of its prompt; those that have been computed once wait no more, though another rank computes them again."""
+        self._num_prompt_tokens = num_prompt_tokens
+        self._on_computed = on_computed
         self._on_handoff = on_handoff
         self._on_lost = on_lost
         self._on_ticket = on_ticket
@@ -141,10 +147,17 @@ class Choice:
         """Its rank would rather have another go on with it. Said again from time to time, as long as it is there."""
         self._on_leave(self)
 
+    def computed(self, num_tokens: int) -> None:
+        """So many of its prompt's tokens are."""
+        num_more = self._num_waiting_tokens - max(0, self._num_prompt_tokens - num_tokens)
+        if num_more > 0:
+            self._num_waiting_tokens -= num_more
+            self._on_computed(num_more)
+
     def prefill_done(self) -> None:
         if not self.is_prefilled:
             self.is_prefilled = True
-            self._on_prefill_done()
+            self.computed(self._num_prompt_tokens)
 
     def finish(self, end: End, rank_id: str) -> None:
         """The rank's last word."""

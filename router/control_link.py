@@ -167,7 +167,7 @@ class ControlLink:
         if refused is not None:
             raise _refusal(refused)
 
-    def prefill_done(self, key: int, num_tokens: int) -> None:
+    def computed(self, key: int, num_tokens: int) -> None:
         """`num_tokens` of `key`'s prompt tokens no longer wait."""
         self._put_back(key, num_tokens)
 

@@ -264,6 +264,9 @@ class RankLink:
             if (choice := live.get(request_id)) is not None:
                 choice.prefill_done()
                 self._saw(request_id)
+        for request_id, num_tokens in frame.computed.items():
+            if (choice := live.get(request_id)) is not None:
+                choice.computed(num_tokens)
         logprobs = frame.logprobs
         for index, request_id in enumerate(frame.ids):
             choice = live.get(request_id)

@@ -84,7 +84,7 @@ class RequestFlow:
             pool=parts.pool,
             metrics=parts.metrics,
             notify=self._notify,
-            on_prefill_done=self._prefill_done,
+            on_computed=self._computed,
         )
         self._on_close = on_close
         self._loop = asyncio.get_running_loop()
@@ -274,9 +274,9 @@ class RequestFlow:
         self._dirty.append(choice)
         self._wake.set()
 
-    def _prefill_done(self, num_tokens: int) -> None:
+    def _computed(self, num_tokens: int) -> None:
         if self._key is not None and not self._is_closed:
-            self._control.prefill_done(self._key, num_tokens)
+            self._control.computed(self._key, num_tokens)
 
     def _observe(self, choice: Choice, num_tokens: int, now: float) -> None:
         if choice.last_delta_at is None:

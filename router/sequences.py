@@ -19,7 +19,6 @@ import logging
 import struct
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -91,9 +90,9 @@ class Sequences:
         pool: RankPool,
         metrics: RouterMetrics,
         notify: Callable[[Choice], None],
-        on_prefill_done: Callable[[int], None],
+        on_computed: Callable[[int], None],
     ) -> None:
-        """`notify`: a choice has something to take. `on_prefill_done`: so many prompt tokens do not wait any more."""
+        """`notify`: a choice has something to take. `on_computed`: so many prompt tokens do not wait any more."""
         self._request = request
         self._request_id = request_id
         self._caller = caller
@@ -102,7 +101,7 @@ class Sequences:
         self._pool = pool
         self._metrics = metrics
         self._notify = notify
-        self._on_prefill_done = on_prefill_done
+        self._on_computed = on_computed
         self._loop = asyncio.get_running_loop()
         self._sequences: list[_Sequence] = []
         """By their choice's index."""
@@ -183,7 +182,8 @@ class Sequences:
             sampling,
             self._rules.stream_interval,
             self._notify,
-            partial(self._on_prefill_done, len(token_ids) // 4),
+            len(token_ids) // 4,
+            self._on_computed,
             self._on_handoff,
             self._on_lost,
             self._on_ticket,

@@ -50,6 +50,8 @@ class Engine:
         self.prompt_logprobs: dict[int, dict[int, TokenLogprobs]] = defaultdict(dict)
         """Of each request, by the token's index in the prompt."""
         self.turn_ends: dict[int, list[End]] = defaultdict(list)
+        self.computed: list[tuple[int, int]] = []
+        """What was told of prompts that were computed in part, in order."""
         self.plans: list[StepPlan] = []
         self.in_flight: deque[StepPlan] = deque()
 
@@ -101,6 +103,7 @@ class Engine:
                 for index, logprobs in enumerate(part.tokens, part.first):
                     known = self.prompt_logprobs[request_id].setdefault(index, logprobs)
                     assert known.logprob == pytest.approx(logprobs.logprob, abs=1e-4), f"other values for {request_id}"
+            self.computed += frame.computed.items()
             for end in frame.turn_ends:
                 self.turn_ends[end.id].append(end)
             for end in frame.ends:

@@ -52,6 +52,22 @@ def test_the_tests_elsewhere_exist(path, name):
     assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
 
 
+@of_field("queued_tokens_accounting")
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_frames_tell_how_much_of_a_prompt_is_computed_unless_all_of_it_counts(async_scheduling):
+    told = {}
+    for accounting in ("exact", "conservative"):
+        engine = SmallEngine(
+            queued_tokens_accounting=accounting, max_num_batched_tokens=8, async_scheduling=async_scheduling
+        )
+        engine.submit(1, prompt_of(20), max_tokens=3)
+        engine.drain()
+        engine.submit(2, [*prompt_of(12), *prompt_of(14, start=3)], max_tokens=3)  # 12 of them are cached
+        engine.drain()
+        told[accounting] = engine.computed
+    assert told == {"exact": [(1, 8), (1, 16), (2, 20)], "conservative": []}
+
+
 # ---- sizes of a step ----
 
 
