@@ -118,6 +118,9 @@ class RouterConfig(_Section):
     default_deadline_s: float | None = Field(
         default=None, gt=0, description="For requests without x-request-deadline-ms. None: they may take any time."
     )
+    idempotency_ttl_s: float = Field(
+        default=600.0, gt=0, description="So long the answer to a request with an Idempotency-Key is given again."
+    )
     api_keys: dict[str, ApiKeyConfig] = Field(
         default={}, description="Keys, by a name for the log, of which clients must send one. Empty: none is asked for."
     )

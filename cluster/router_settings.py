@@ -25,6 +25,7 @@ def router_settings(config: ClusterConfig, *, model_dir: Path, model_name: str, 
         api_keys=tuple(
             ApiKey(name=name, sha256=key.sha256, tenant=key.tenant) for name, key in config.router.api_keys.items()
         ),
+        idempotency_ttl_s=config.router.idempotency_ttl_s,
         default_deadline_s=config.router.default_deadline_s,
         tenant_weights={name: tenant.weight for name, tenant in config.router.tenants.items()},
         rank_silence_timeout_s=config.router.rank_silence_timeout_s,

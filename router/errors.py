@@ -24,7 +24,9 @@ class Cause(StrEnum):
     URL_TOO_LONG = "url_too_long"
     MODEL_NOT_FOUND = "model_not_found"
     CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
+    IDEMPOTENCY_KEY_REUSED = "idempotency_key_reused"
     # The same request may succeed later.
+    IDEMPOTENCY_IN_PROGRESS = "in_progress"
     MAX_NUM_QUEUED_REQS = "max_num_queued_reqs"
     MAX_NUM_QUEUED_TOKENS = "max_num_queued_tokens"
     ADMISSION_UNAVAILABLE = "admission_unavailable"
@@ -58,6 +60,8 @@ _ANSWERS = {
     Cause.URL_TOO_LONG: _Answer(414, "invalid_request_error"),
     Cause.MODEL_NOT_FOUND: _Answer(404, "invalid_request_error"),
     Cause.CONTEXT_LENGTH_EXCEEDED: _Answer(400, "invalid_request_error"),
+    Cause.IDEMPOTENCY_KEY_REUSED: _Answer(422, "invalid_request_error"),
+    Cause.IDEMPOTENCY_IN_PROGRESS: _Answer(409, "conflict_error", 1),
     Cause.MAX_NUM_QUEUED_REQS: _Answer(503, "overloaded_error", 1),
     Cause.MAX_NUM_QUEUED_TOKENS: _Answer(503, "overloaded_error", 1),
     Cause.ADMISSION_UNAVAILABLE: _Answer(503, "service_unavailable_error", 2),

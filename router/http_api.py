@@ -6,8 +6,10 @@ shown in /openapi.json come from the same models.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -17,11 +19,12 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from router import request_headers
+from router import idempotency, request_headers
 from router.api_keys import ApiKeys
 from router.errors import ApiError, Cause, invalid
 from router.formats import ChatFormat, CompletionFormat, Format, openai_error
 from router.http_edge import Arrival, HttpEdge
+from router.idempotency import key_id, request_digest
 from router.messages_format import MessagesFormat, anthropic_error
 from router.messages_protocol import CountTokensRequest, MessagesRequest
 from router.protocol import (
@@ -35,6 +38,7 @@ from router.protocol import (
 from router.request_flow import RequestFlow
 from router.responses import Generation, GenerationResponse
 from router.service import RouterService
+from router.shared_answer import SharedAnswer
 from router.tokenizer import ChatTokenizer
 
 AnyRequest = TypeVar("AnyRequest", ChatCompletionRequest, CompletionRequest)
@@ -70,6 +74,7 @@ def _add_generation_routes(app: FastAPI, service: RouterService) -> None:
         arrival: Arrival = http.state.arrival
         headers = http.scope["headers"]
         caller = request_headers.caller(headers, arrived_at=arrival.at, api_key=arrival.api_key)
+        key = request_headers.name(headers, idempotency.HEADER)
         body = await http.body()
         request_id = f"{id_prefix}-{arrival.request_id}"
 
@@ -84,7 +89,10 @@ def _add_generation_routes(app: FastAPI, service: RouterService) -> None:
                 raise
             return service.open_flow(request, request_id, admitted.caller, admitted), form
 
-        return GenerationResponse(Generation(request_id, open_flow, service.metrics.rejected, error_body))
+        generation = Generation(request_id, open_flow, service.metrics.rejected, error_body)
+        if key is None:
+            return GenerationResponse(generation.run)
+        return _keyed_response(service, key_id(caller.account, key), request_digest(http.url.path, body), generation)
 
     @app.post("/v1/chat/completions", openapi_extra=_body_schema(ChatCompletionRequest))
     async def chat_completions(request: Request) -> Response:
@@ -113,6 +121,22 @@ def _add_generation_routes(app: FastAPI, service: RouterService) -> None:
         except ApiError as error:
             service.metrics.rejected(error)
             return Response(anthropic_error(error), error.status, error.headers(), media_type="application/json")
+
+
+def _keyed_response(service: RouterService, key: str, digest: bytes, generation: Generation) -> Response:
+    """The answer under this idempotency key: the one that is there or on its way, else a new one."""
+    loop, answers = asyncio.get_running_loop(), service.answers
+    answer = answers.find(key, digest, loop.time())
+    if answer is not None:
+        return GenerationResponse(partial(answer.read, is_joining=True))
+
+    def ended(answer: SharedAnswer, is_whole: bool) -> None:
+        answers.ended(key, answer, is_whole=is_whole, now=loop.time())
+
+    answer = SharedAnswer(digest, service.settings.idempotency_max_bytes, ended)
+    answers.add(key, answer)
+    answer.start(partial(generation.run, before=partial(service.begin_keyed, key)))
+    return GenerationResponse(partial(answer.read, is_joining=False))
 
 
 def _add_token_routes(app: FastAPI, service: RouterService) -> None:

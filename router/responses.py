@@ -48,9 +48,14 @@ class Generation:
         self._count = count
         self._error_body = error_body
 
-    async def run(self, send: Send) -> bool:
-        """Send the answer, or the refusal; whether the answer is whole. Whoever cancels this says that nobody reads."""
+    async def run(self, send: Send, before: Callable[[], Awaitable[None]] | None = None) -> bool:
+        """Send the answer, or the refusal; whether the answer is whole. Whoever cancels this says that nobody reads.
+
+        `before`, which comes first, may raise ApiError as well.
+        """
         try:
+            if before is not None:
+                await before()
             flow, form = await self._open_flow()
         except ApiError as error:
             self._count(error)
@@ -74,14 +79,14 @@ class Generation:
 class GenerationResponse(Response):
     """One that lasts as long as its client is there."""
 
-    def __init__(self, generation: Generation) -> None:
+    def __init__(self, send_answer: Callable[[Send], Coroutine[None, None, object]]) -> None:
         super().__init__()
-        self._generation = generation
+        self._send_answer = send_answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # One that is too slow counts as gone; the server closes its connection, since the answer is not whole.
         with contextlib.suppress(ClientTooSlow):
-            await until_disconnect(self._generation.run(send), receive)
+            await until_disconnect(self._send_answer(send), receive)
 
 
 # Both close the flow before they send the last bytes, so that who has seen the end of one request finds its

@@ -19,6 +19,7 @@ from router.control_messages import Inquired, InquiryAction, QueueCounts
 from router.errors import ApiError, Cause
 from router.explanation import RequestExplanation, check_request_id, put_together
 from router.grammar_check import GrammarChecker
+from router.idempotency import KeyedAnswers
 from router.metrics import RankFigures, RouterMetrics
 from router.placement_policies import load_policy
 from router.preparation import Preparation
@@ -28,6 +29,7 @@ from router.request_flow import FlowParts, RequestFlow
 from router.retry_alias import Headers, with_retry_alias
 from router.sequences import SequenceRules
 from router.session_affinity import SessionAffinity
+from router.shared_answer import SharedAnswer
 from router.tokenizer import ChatTokenizer
 
 logger = logging.getLogger(__name__)
@@ -71,6 +73,8 @@ class RouterSettings(BaseModel):
     default_deadline_s: float | None = Field(
         default=None, gt=0, description="Of requests that do not say theirs. None: they may take any time."
     )
+    idempotency_ttl_s: float = Field(default=600.0, gt=0, description="So long answers with a key are kept.")
+    idempotency_max_bytes: int = Field(default=64 << 20, ge=0, description="Of all that are kept; the oldest go first.")
     tenant_weights: dict[str, float] = Field(default={}, description="Of those whose weight is not 1.")
     rank_silence_timeout_s: float = Field(
         default=10.0, gt=0, description="A rank that sends nothing for so long counts as lost; it should every second."
@@ -93,6 +97,11 @@ class RouterService:
         self._policy = SessionAffinity(load_policy(settings.placement))
         self.metrics = RouterMetrics(self._rank_figures, self._queue_counts)
         self.is_shutting_down = False
+        self.answers: KeyedAnswers[SharedAnswer] = KeyedAnswers(
+            settings.idempotency_ttl_s, settings.idempotency_max_bytes
+        )
+        """By idempotency key."""
+        self._name = ""
         self._control: ControlLink | None = None
         self._pool: RankPool | None = None
         self._parts: FlowParts | None = None
@@ -121,6 +130,7 @@ class RouterService:
         """
         settings = self.settings
         self._secret = secret
+        self._name = name
         self._pool = RankPool(
             secret,
             name,
@@ -272,6 +282,21 @@ class RouterService:
                 "id",
             )
 
+    async def begin_keyed(self, key: str) -> None:
+        """Raises ApiError if another router has the answer to this idempotency key, or is about to.
+
+        One that cannot be asked in time is taken not to.
+        """
+        answer = await self.control.inquiries.ask(InquiryAction.OWNS_KEY, key, "", INQUIRY_TIMEOUT_S)
+        if answer is not None and answer.is_yes:
+            raise ApiError(
+                Cause.IDEMPOTENCY_IN_PROGRESS,
+                "idempotency-key: another router has its answer, or is about to; send the request again until it "
+                "reaches that one",
+                "idempotency-key",
+            )
+        self.answers.claimed(key)
+
     def _cancel_here(self, request_id: str, account: str) -> bool:
         """Whether it was here."""
         error = ApiError(Cause.CANCELLED, f"{request_id} was cancelled by DELETE /v1/requests/{request_id}")
@@ -286,7 +311,8 @@ class RouterService:
             case InquiryAction.CANCEL:
                 return self._cancel_here(inquired.subject, inquired.account)
             case InquiryAction.OWNS_KEY:
-                return False
+                now = asyncio.get_running_loop().time()
+                return self.answers.is_owned(inquired.subject, against=self._name < inquired.asker, now=now)
 
     def shut_down(self) -> None:
         """End every stream with an error event, and refuse what comes. Idempotent."""
@@ -328,6 +354,7 @@ class RouterService:
     def check_integrity(self) -> None:
         """Raises AssertionError unless everything agrees; when idle, nothing may be held."""
         self.pool.check_integrity()
+        self.answers.check_integrity()
         if not self._flows:
             assert self.control.num_holdings == 0, f"{self.control.num_holdings} keys are held by no request"
             assert self.pool.num_live == 0, f"{self.pool.num_live} sequences belong to no request"
