@@ -34,7 +34,7 @@ _HAS_ROLE = {
 }
 """By leg: for those made for it, and for the others, whether the role of that code is one of them."""
 
-_NEEDED_ROOM = {Leg.WHOLE: Room.PROMPT, Leg.PREFILL: Room.PROMPT, Leg.DECODE: Room.SLOT}
+_NEEDED_ROOM = {Leg.WHOLE: Room.STEP, Leg.PREFILL: Room.STEP, Leg.DECODE: Room.SLOT}
 
 _FIRST_CAPACITY = 16
 
@@ -58,6 +58,8 @@ class RankTable:
         """How long that takes."""
         self.num_free_tokens = _column()
         """For so many there is KV room that is neither used nor spoken for."""
+        self.num_step_tokens_left = _column()
+        """So many more its next step could compute."""
         self.prefill_s_per_token = _column()
         """Measured, or of its peers."""
         self.load_s_per_token = _column()
@@ -78,6 +80,8 @@ class RankTable:
         self._room = np.zeros(_FIRST_CAPACITY, np.int8)
         self._candidates: dict[tuple[Leg, bool], Candidates] = {}
         """Those asked for since room or membership changed."""
+        self._suitable: dict[tuple[Leg, bool], NDArray[np.intp]] = {}
+        """The same since membership changed."""
 
     @property
     def capacity(self) -> int:
@@ -100,6 +104,7 @@ class RankTable:
         for shown in (self._shown_prefill_s, self._shown_load_s, self._shown_step_s, self._shown_running):
             shown[row] = np.nan
         self._candidates.clear()
+        self._suitable.clear()
         self.update(row, load, 0, 0)
         self._compare()
 
@@ -111,6 +116,7 @@ class RankTable:
         del self._loads[row], self._unseen[row], self._rates[row]
         self._is_member[row], self._room[row] = False, Room.NONE
         self._candidates.clear()
+        self._suitable.clear()
 
     def update(self, row: int, load: RankLoad, num_unseen_sequences: int, num_unseen_tokens: int) -> None:
         """Its figures, and what they do not contain."""
@@ -139,8 +145,9 @@ class RankTable:
             self._shown_load_s[row] = transfers.load_seconds_sum / num_tokens
             self._on_news()
 
-    def set_room(self, row: int, room: Room) -> None:
-        """What it takes now."""
+    def set_room(self, row: int, room: Room, num_step_tokens_left: int = 0) -> None:
+        """What it takes now, and how many tokens its next step has left."""
+        self.num_step_tokens_left[row] = num_step_tokens_left
         if self._room[row] != room:
             self._room[row] = room
             self._candidates.clear()
@@ -150,10 +157,17 @@ class RankTable:
         if self._is_member[row] != is_member:
             self._is_member[row] = is_member
             self._candidates.clear()
+            self._suitable.clear()
 
     def is_member(self, row: int) -> bool:
         """Whether it gets new work at all."""
         return bool(self._is_member[row])
+
+    @property
+    def takes_any_prompt(self) -> NDArray[np.bool_]:
+        """Of each, whether it takes more than its next step has left."""
+        takes: NDArray[np.bool_] = self._room >= Room.PROMPT
+        return takes
 
     def is_idle(self, row: int) -> bool:
         """Whether it takes anything."""
@@ -175,11 +189,14 @@ class RankTable:
 
     def suitable(self, leg: Leg, *, falls_back: bool) -> NDArray[np.intp]:
         """Rows of the members that may take this leg; `falls_back`: if none is made for it, any."""
-        made_for_it, others = _HAS_ROLE[leg]
-        rows = np.flatnonzero(self._is_member & made_for_it[self._role])
-        if rows.size or not falls_back:
-            return rows
-        return np.flatnonzero(self._is_member & others[self._role])
+        rows = self._suitable.get((leg, falls_back))
+        if rows is None:
+            made_for_it, others = _HAS_ROLE[leg]
+            rows = np.flatnonzero(self._is_member & made_for_it[self._role])
+            if not rows.size and falls_back:
+                rows = np.flatnonzero(self._is_member & others[self._role])
+            self._suitable[leg, falls_back] = rows
+        return rows
 
     def candidates(self, leg: Leg, *, falls_back: bool) -> Candidates:
         """Of the suitable ones, those that have room."""
