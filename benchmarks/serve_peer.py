@@ -16,7 +16,13 @@ import urllib.request
 from collections.abc import AsyncIterator
 from typing import Any
 
-os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", "RAY_DEDUP_LOGS": "0"}
+os.environ |= {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    # A busy machine takes long to start one.
+    "RAY_raylet_start_wait_time_s": "180",
+}
 os.environ.pop("RAY_ADDRESS", None)
 
 import ray

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 
 import msgspec
@@ -10,6 +11,7 @@ import pytest
 
 from rank_scheduler.messages import PrefixEvents, PrefixSnapshot, RankLoad, StepFrame
 from router.control_messages import Members, PoolRole
+from router.placement import Candidate, Wanted
 from tests.router.fake_cluster import Cluster, in_loop, running, until
 
 PROMPT = [65 + index % 20 for index in range(100)]
@@ -165,3 +167,68 @@ async def test_a_decode_rank_takes_a_prompt_whole_while_that_is_little_work(tmp_
         assert prefill.submits[1].hands_off
         holder.allow(float("inf"))
         assert [(await answer).status_code for answer in waiting] == [200, 200]
+
+
+@in_loop
+async def test_a_session_keeps_to_its_rank_in_every_router(tmp_path: Path) -> None:
+    async with running(tmp_path, num_ranks=3) as cluster:
+        homes = {}
+        for session in [f"session-{number}" for number in range(12)]:
+            cluster.client.headers["x-session-id"] = session
+            homes[session] = {await takes(cluster, PROMPT) for _ in range(3)}
+        assert all(len(ranks) == 1 for ranks in homes.values()), homes
+        assert len(set.union(*homes.values())) > 1
+        # Another rank's cache is no reason to leave.
+        (home,) = homes["session-0"]
+        cluster.ranks[home - 1].cache(PROMPT)
+        await until(lambda: num_known(cluster, (home - 1) % 3) == 6)
+        cluster.client.headers["x-session-id"] = "session-0"
+        assert await takes(cluster, PROMPT) == home
+        cluster.ranks[home].kill()
+        await until(lambda: len(cluster.service.pool.links) == 2)
+        assert len({await takes(cluster, PROMPT) for _ in range(3)}) == 1
+
+
+@in_loop
+async def test_a_rank_may_be_asked_for_by_name(tmp_path: Path) -> None:
+    async with running(tmp_path, num_ranks=3) as cluster:
+        cluster.ranks[0].cache(PROMPT)
+        await until(lambda: num_known(cluster, 0) == 6)
+        cluster.client.headers["x-serried-rank"] = "mixed/2"
+        assert [await takes(cluster, PROMPT) for _ in range(3)] == [2] * 3
+        for name, status in [("mixed/7", 503), ("large/0", 400)]:
+            cluster.client.headers["x-serried-rank"] = name
+            refused = await cluster.complete(PROMPT)
+            assert refused.status_code == status, refused.text
+            error = refused.json()["error"]
+            assert error["param"] == "x-serried-rank"
+            assert f"'{name}'" in error["message"]
+            assert "mixed/0, mixed/1, mixed/2" in error["message"]
+        assert cluster.is_idle()
+
+
+@in_loop
+async def test_a_named_rank_takes_requests_whole_whatever_its_role(tmp_path: Path) -> None:
+    roles = (PoolRole.PREFILL, PoolRole.DECODE)
+    async with running(tmp_path, roles=roles, remote_prefill_min_tokens=32) as cluster:
+        for name, index in [("prefill/0", 0), ("decode/1", 1)]:
+            cluster.client.headers["x-serried-rank"] = name
+            assert await takes(cluster, PROMPT) == index
+            assert not cluster.ranks[index].submits[-1].hands_off
+
+
+@pytest.mark.parametrize("placement", ["round_robin", "least_loaded", "tests.router.test_prefix_placement:LastRank"])
+@in_loop
+async def test_another_policy_takes_the_place_of_prefixes(tmp_path: Path, placement: str) -> None:
+    async with running(tmp_path, num_ranks=3, placement=placement) as cluster:
+        cluster.ranks[0].cache(PROMPT)
+        await until(lambda: num_known(cluster, 0) == 6)
+        expected = [2] * 6 if "LastRank" in placement else [0, 1, 2] * 2
+        assert [await takes(cluster, PROMPT) for _ in range(6)] == expected
+
+
+class LastRank:
+    """A policy of somebody's own."""
+
+    def choose(self, wanted: Wanted, candidates: SequenceOf[Candidate]) -> int:
+        return max(range(len(candidates)), key=lambda index: candidates[index].rank_id)
