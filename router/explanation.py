@@ -17,7 +17,7 @@ from rank_scheduler.messages import Explained
 from router.errors import invalid
 
 MAX_REQUEST_ID_CHARACTERS = 137  # of which 128 may be the client's
-_REQUEST_ID = re.compile(r"(chatcmpl|cmpl)-[\x21-\x7e]+")
+_REQUEST_ID = re.compile(r"(chatcmpl|cmpl|resp|msg)-[\x21-\x7e]+")
 
 IN_ROUTER = "in_router"
 """State of sequences that no rank has yet."""
@@ -110,7 +110,7 @@ def check_request_id(request_id: str) -> None:
         )
     if not _REQUEST_ID.fullmatch(request_id):
         raise invalid(
-            f"id: {request_id!r} is not the id of an answer, which begins with chatcmpl- or cmpl-; "
+            f"id: {request_id!r} is not the id of an answer, which begins with chatcmpl-, cmpl-, resp- or msg-; "
             "take it from the answer's `id` or its header x-request-id",
             "id",
         )

@@ -11,6 +11,7 @@ import msgspec
 
 from rank_scheduler.messages import TokenLogprobs
 from router.choice import Delta
+from router.detokenizer import TokenTable
 from router.errors import ApiError
 from router.protocol import ChatCompletionRequest, CompletionRequest, GenerateRequest
 from router.tokenizer import ChatTokenizer
@@ -97,6 +98,26 @@ def usage(num_prompt_tokens: int, num_generated_tokens: int, num_cached_tokens: 
         "total_tokens": num_prompt_tokens + num_generated_tokens,
         "prompt_tokens_details": {"cached_tokens": num_cached_tokens},
     }
+
+
+def token_logprobs(
+    table: TokenTable, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
+) -> list[dict[str, Any]]:
+    """One entry per token, each with the most likely ones there."""
+
+    def token(token_id: int, logprob: float) -> dict[str, Any]:
+        data = table[token_id]
+        return {"token": data.decode(errors="replace"), "logprob": _finite(logprob), "bytes": list(data)}
+
+    return [
+        {
+            **token(token_id, entry.logprob),
+            "top_logprobs": [
+                token(top_id, logprob) for top_id, logprob in zip(entry.top_ids, entry.top_logprobs, strict=True)
+            ],
+        }
+        for token_id, entry in zip(token_ids, logprobs, strict=True)
+    ]
 
 
 class _Format:
@@ -238,23 +259,7 @@ class ChatFormat(_Format):
     def _logprobs(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
         if not self._wants_logprobs:
             return None
-        return {
-            "content": [
-                {
-                    **self._token(token_id, entry.logprob),
-                    "top_logprobs": [
-                        self._token(top_id, logprob)
-                        for top_id, logprob in zip(entry.top_ids, entry.top_logprobs, strict=True)
-                    ],
-                }
-                for token_id, entry in zip(token_ids, logprobs, strict=True)
-            ],
-            "refusal": None,
-        }
-
-    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
-        data = self._table[token_id]
-        return {"token": data.decode(errors="replace"), "logprob": _finite(logprob), "bytes": list(data)}
+        return {"content": token_logprobs(self._table, token_ids, logprobs), "refusal": None}
 
 
 class CompletionFormat(_Format):

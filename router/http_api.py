@@ -21,6 +21,7 @@ from starlette.requests import ClientDisconnect
 
 from router import idempotency, request_headers
 from router.api_keys import ApiKeys
+from router.conversation import Conversation
 from router.errors import ApiError, Cause, invalid
 from router.formats import ChatFormat, CompletionFormat, Format, openai_error
 from router.http_edge import Arrival, HttpEdge
@@ -37,6 +38,7 @@ from router.protocol import (
 )
 from router.request_flow import RequestFlow
 from router.responses import Generation, GenerationResponse
+from router.responses_api_protocol import ResponsesRequest
 from router.service import RouterService
 from router.shared_answer import SharedAnswer
 from router.tokenizer import ChatTokenizer
@@ -103,6 +105,34 @@ def _add_generation_routes(app: FastAPI, service: RouterService) -> None:
     async def completions(request: Request) -> Response:
         """Continuation of one or more prompts."""
         return await answer(request, "cmpl", lambda body: parse(body, CompletionRequest), CompletionFormat)
+
+    @app.post("/v1/responses", openapi_extra=_body_schema(ResponsesRequest))
+    async def responses(request: Request) -> Response:
+        """Answer to a conversation that may be gone on with by its id."""
+        arrival: Arrival = request.state.arrival
+        conversation = Conversation(service.responses, arrival.account)
+        return await answer(request, "resp", conversation.parse, conversation.form)
+
+    @app.get("/v1/responses/{response_id}")
+    async def response_by_id(response_id: str, request: Request) -> Response:
+        """One that was stored."""
+        arrival: Arrival = request.state.arrival
+        return Response(service.responses.get(response_id, arrival.account).response, media_type="application/json")
+
+    @app.delete("/v1/responses/{response_id}")
+    async def delete_response(response_id: str, request: Request) -> Response:
+        """Forget one that was stored."""
+        arrival: Arrival = request.state.arrival
+        service.responses.get(response_id, arrival.account)
+        service.responses.drop(response_id)
+        return _json({"id": response_id, "object": "response", "deleted": True})
+
+    @app.post("/v1/responses/{response_id}/cancel")
+    async def cancel_response(response_id: str, request: Request) -> Response:
+        """End one that is being written, wherever that is."""
+        arrival: Arrival = request.state.arrival
+        await service.cancel(response_id, arrival.account)
+        return _json({"id": response_id, "object": "response", "status": "cancelled", "output": []})
 
     @app.post("/v1/messages", openapi_extra=_body_schema(MessagesRequest))
     async def messages(request: Request) -> Response:

@@ -26,6 +26,7 @@ from router.preparation import Preparation
 from router.protocol import ChatCompletionRequest, CompletionRequest
 from router.rank_pool import RankPool
 from router.request_flow import FlowParts, RequestFlow
+from router.response_store import ResponseStore
 from router.retry_alias import Headers, with_retry_alias
 from router.sequences import SequenceRules
 from router.session_affinity import SessionAffinity
@@ -102,6 +103,7 @@ class RouterService:
         )
         """By idempotency key."""
         self._name = ""
+        self.responses = ResponseStore()
         self._control: ControlLink | None = None
         self._pool: RankPool | None = None
         self._parts: FlowParts | None = None
