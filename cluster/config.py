@@ -118,6 +118,9 @@ class RouterConfig(_Section):
     default_deadline_s: float | None = Field(
         default=None, gt=0, description="For requests without x-request-deadline-ms. None: they may take any time."
     )
+    access_log: str | None = Field(
+        default=None, description="File for a line of JSON per request, on each router's node. None: no such lines."
+    )
     idempotency_ttl_s: float = Field(
         default=600.0, gt=0, description="So long the answer to a request with an Idempotency-Key is given again."
     )
@@ -130,6 +133,12 @@ class RouterConfig(_Section):
     def _check_placement(cls, placement: str) -> str:
         load_policy(placement)
         return placement
+
+    @field_validator("access_log")
+    @classmethod
+    def _make_absolute(cls, path: str | None) -> str | None:
+        """Routers have working directories of their own."""
+        return None if path is None else str(Path(path).expanduser().absolute())
 
     @field_validator("ha_proxy", mode="before")
     @classmethod

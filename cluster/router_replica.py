@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import uuid
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
@@ -16,6 +17,7 @@ from cluster.control_client import ControlClient
 from cluster.router_settings import router_settings
 from cluster.serve_grpc import keep_on_loopback
 from model_runner.embedded import resolve_model
+from router.access_log import write_to_file
 from router.http_api import build_app
 from router.service import RouterService
 
@@ -42,6 +44,8 @@ class RouterReplica:
             keep_on_loopback()
         control = ControlClient()
         try:
+            if config.router.access_log is not None:
+                write_to_file(Path(config.router.access_log))
             model_dir = await asyncio.to_thread(resolve_model, model_path, logger.info)
             self._service = RouterService(
                 router_settings(config, model_dir=model_dir, model_name=model_name, max_model_len=max_model_len)

@@ -20,6 +20,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from router import idempotency, request_headers
+from router.access_log import AccessLog
 from router.api_keys import ApiKeys
 from router.conversation import Conversation
 from router.errors import ApiError, Cause, invalid
@@ -57,6 +58,7 @@ def build_app(service: RouterService) -> FastAPI:
         body_timeout_s=service.settings.body_timeout_s,
         send_timeout_s=service.settings.send_timeout_s,
         count=service.metrics.rejected,
+        access_log=AccessLog(),
     )
     _add_error_handlers(app, service)
     _add_generation_routes(app, service)
@@ -91,10 +93,11 @@ def _add_generation_routes(app: FastAPI, service: RouterService) -> None:
                 raise
             return service.open_flow(request, request_id, admitted.caller, admitted), form
 
-        generation = Generation(request_id, open_flow, service.metrics.rejected, error_body)
+        generation = Generation(request_id, open_flow, service.metrics.rejected, error_body, arrival.figures.update)
         if key is None:
             return GenerationResponse(generation.run)
-        return _keyed_response(service, key_id(caller.account, key), request_digest(http.url.path, body), generation)
+        key, digest = key_id(caller.account, key), request_digest(http.url.path, body)
+        return _keyed_response(service, key, digest, generation, arrival)
 
     @app.post("/v1/chat/completions", openapi_extra=_body_schema(ChatCompletionRequest))
     async def chat_completions(request: Request) -> Response:
@@ -153,11 +156,14 @@ def _add_generation_routes(app: FastAPI, service: RouterService) -> None:
             return Response(anthropic_error(error), error.status, error.headers(), media_type="application/json")
 
 
-def _keyed_response(service: RouterService, key: str, digest: bytes, generation: Generation) -> Response:
+def _keyed_response(
+    service: RouterService, key: str, digest: bytes, generation: Generation, arrival: Arrival
+) -> Response:
     """The answer under this idempotency key: the one that is there or on its way, else a new one."""
     loop, answers = asyncio.get_running_loop(), service.answers
     answer = answers.find(key, digest, loop.time())
     if answer is not None:
+        arrival.figures["is_replayed"] = True
         return GenerationResponse(partial(answer.read, is_joining=True))
 
     def ended(answer: SharedAnswer, is_whole: bool) -> None:
@@ -262,36 +268,37 @@ def _add_operation_routes(app: FastAPI, service: RouterService) -> None:
 def _add_error_handlers(app: FastAPI, service: RouterService) -> None:
     """For what fails outside of a request's flow, which counts and answers its own failures."""
 
-    def refusal(error: ApiError) -> Response:
+    def refusal(request: Request, error: ApiError) -> Response:
         service.metrics.rejected(error)
+        request.state.arrival.figures["cause"] = str(error.cause)
         return Response(error.body(), error.status, error.headers(), media_type="application/json")
 
     @app.exception_handler(ApiError)
     async def on_api_error(request: Request, error: ApiError) -> Response:
-        return refusal(error)
+        return refusal(request, error)
 
     @app.exception_handler(HTTPException)
     async def on_http_error(request: Request, error: HTTPException) -> Response:
         place = f"{request.method} {request.url.path}"
         if error.status_code == 404:
-            return refusal(ApiError(Cause.NOT_FOUND, f"no such route: {place}; see /openapi.json"))
+            return refusal(request, ApiError(Cause.NOT_FOUND, f"no such route: {place}; see /openapi.json"))
         if error.status_code == 405:
             allowed = (error.headers or {}).get("Allow", "")
-            response = refusal(ApiError(Cause.METHOD_NOT_ALLOWED, f"{place} is not allowed; use {allowed}"))
+            response = refusal(request, ApiError(Cause.METHOD_NOT_ALLOWED, f"{place} is not allowed; use {allowed}"))
             response.headers["allow"] = allowed
             return response
-        response = refusal(invalid(f"{place}: {error.detail}"))
+        response = refusal(request, invalid(f"{place}: {error.detail}"))
         response.status_code = error.status_code
         return response
 
     @app.exception_handler(RequestValidationError)
     async def on_validation_error(request: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
-        return refusal(invalid(f"{'.'.join(map(str, first['loc']))}: {first['msg']}"))
+        return refusal(request, invalid(f"{'.'.join(map(str, first['loc']))}: {first['msg']}"))
 
     @app.exception_handler(ClientDisconnect)
     async def on_client_disconnect(request: Request, error: ClientDisconnect) -> Response:
-        return refusal(ApiError(Cause.CLIENT_GONE, "the client left within its request"))  # nobody reads it
+        return refusal(request, ApiError(Cause.CLIENT_GONE, "the client left within its request"))  # nobody reads it
 
 
 def _check_model(service: RouterService, name: str | None) -> None:

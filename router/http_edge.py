@@ -11,10 +11,11 @@ import logging
 import re
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from router.access_log import AccessLog
 from router.api_keys import ApiKey, ApiKeys
 from router.errors import ApiError, Cause, CountedError
 from router.request_headers import Headers, single
@@ -42,6 +43,8 @@ class Arrival:
     at: float
     """By the event loop's clock."""
     api_key: ApiKey | None
+    figures: dict[str, object] = field(default_factory=dict)
+    """For the access log; who answers the request fills them in."""
 
     @property
     def account(self) -> str:
@@ -69,8 +72,10 @@ class HttpEdge:
         body_timeout_s: float,
         send_timeout_s: float,
         count: Callable[[ApiError], None],
+        access_log: AccessLog,
     ) -> None:
         self._app = app
+        self._access_log = access_log
         self._api_keys = api_keys
         self._max_body_bytes = max_body_bytes
         self._body_timeout_s = body_timeout_s
@@ -83,29 +88,36 @@ class HttpEdge:
             return
         request_id = _request_id(scope["headers"])
         has_started = False
+        status = 499
+        arrival: Arrival | None = None
+        cause: Cause | None = None
         timed_send = TimedSend(send, self._send_timeout_s)
 
         async def send_with_id(message: Message) -> None:
-            nonlocal has_started
+            nonlocal has_started, status
             if message["type"] == "http.response.start":
                 has_started = True
+                status = message["status"]
                 given = message.get("headers", ())
                 if not any(name == b"x-request-id" for name, _ in given):  # a generation's is its public id
                     message["headers"] = [*given, (b"x-request-id", request_id)]
             await timed_send(message)
 
+        arrived_at = asyncio.get_running_loop().time()
         try:
-            arrived_at = asyncio.get_running_loop().time()
             try:
                 arrival = Arrival(request_id.decode(), arrived_at, self._check(scope))
                 scope.setdefault("state", {})["arrival"] = arrival
                 await self._app(scope, self._limited(receive, arrived_at + self._body_timeout_s), send_with_id)
             except _Refused as refused:
+                cause = refused.error.cause
                 if not has_started:
                     await self._refuse(refused.error, receive, send_with_id)
         except ClientTooSlow as too_slow:
+            cause = Cause.CLIENT_GONE
             self._count(ApiError(Cause.CLIENT_GONE, str(too_slow)))  # the server closes the connection
         except Exception as failure:
+            cause = Cause.INTERNAL_ERROR
             logger.exception("request %s failed", request_id.decode())
             error = ApiError(
                 Cause.INTERNAL_ERROR, f"internal error; the router's log says more under {request_id.decode()}"
@@ -118,6 +130,19 @@ class HttpEdge:
             await send_with_id({"type": "http.response.body", "body": error.body()})
         finally:
             timed_send.close()
+            if self._access_log.is_on:
+                fields: dict[str, object] = {
+                    "request_id": request_id.decode(),
+                    "client": (scope.get("client") or ("",))[0],
+                    "method": scope["method"],
+                    "path": scope["path"],
+                    "status": status,
+                    "cause": None if cause is None else str(cause),
+                    "account": "" if arrival is None else arrival.account,
+                }
+                if arrival is not None:
+                    fields |= arrival.figures
+                self._access_log.write(fields, asyncio.get_running_loop().time() - arrived_at)
 
     def _check(self, scope: Scope) -> ApiKey | None:
         """Everything but the body. Raises _Refused."""

@@ -100,6 +100,10 @@ class RequestFlow:
         """While `begin` runs: what `fail` interrupts it by."""
         self._expiry = self._expire_within(caller.deadline_s)
         self._is_closed = False
+        self._outcome: ApiError | None = None
+        self._admitted_at: float | None = None
+        self._placed_at: float | None = None
+        self._first_token_at: float | None = None
         parts.metrics.num_in_flight.inc()
 
     @property
@@ -141,6 +145,7 @@ class RequestFlow:
         request, preparation = self.request, self._preparation
         preparation.check()
         await self._acquire(request.num_sequences - self._num_admitted, 0)
+        self._admitted_at = self._loop.time()
         if (asked := request.output_grammar) is not None:
             self._stage = RouterStage.FORMAT_CHECK
             await self._grammar_checker.check(asked[1], asked[0])
@@ -165,6 +170,7 @@ class RequestFlow:
                 self._num_open += 1
                 sampling = preparation.sampling((base + choice_index) & _UINT64, prompt.max_tokens)
                 self._sequences.begin(leg, link, token_ids, prefix, sampling)
+        self._placed_at = self._loop.time()
 
     async def _acquire(self, num_requests: int, num_tokens: int) -> None:
         if self._key is None:
@@ -222,6 +228,22 @@ class RequestFlow:
         now = self._loop.time()
         return InRouter(self._stage, message, figures, self.num_prompt_tokens, self._arrived_at, now, position)
 
+    def figures(self) -> dict[str, object]:
+        """What is worth a line in a log once it is closed; moments in seconds since its arrival."""
+        moments = {"admitted_s": self._admitted_at, "placed_s": self._placed_at, "first_token_s": self._first_token_at}
+        return {
+            "cause": None if self._outcome is None else str(self._outcome.cause),
+            "tenant": self.caller.tenant,
+            "stream": bool(self.request.stream),
+            **{name: None if at is None else round(at - self._arrived_at, 6) for name, at in moments.items()},
+            "num_sequences": self.request.num_sequences,
+            "num_prompt_tokens": self.num_prompt_tokens,
+            "num_cached_tokens": self.num_cached_tokens,
+            "num_generated_tokens": self.num_generated_tokens,
+            "ranks": self._sequences.rank_ids,
+            "num_failovers": sum(choice.num_failovers for choice in self._sequences.choices),
+        }
+
     def fail(self, error: ApiError) -> None:
         """End the request from outside; its owner's wait, in `begin` or `next`, raises `error` at once.
 
@@ -238,6 +260,7 @@ class RequestFlow:
         if self._is_closed:
             return
         self._is_closed = True
+        self._outcome = error
         if self._expiry is not None:
             self._expiry.cancel()
         self._free()
@@ -280,6 +303,8 @@ class RequestFlow:
 
     def _observe(self, choice: Choice, num_tokens: int, now: float) -> None:
         if choice.last_delta_at is None:
+            if self._first_token_at is None:
+                self._first_token_at = now
             if choice.index == 0:
                 self._metrics.time_to_first_token.observe(now - self._arrived_at)
         elif num_tokens:

@@ -38,11 +38,14 @@ class Generation:
         open_flow: OpenFlow,
         count: Callable[[ApiError], None],
         error_body: Callable[[ApiError], bytes] = openai_error,
+        note: Callable[[dict[str, object]], None] = lambda figures: None,
     ) -> None:
         """`request_id`: the answer's public id.
 
-        `open_flow` may raise ApiError, which `count` hears of; what comes later is the flow's to count.
+        `open_flow` may raise ApiError, which `count` hears of; what comes later is the flow's to count. `note` hears
+        the figures of the end.
         """
+        self._note = note
         self._id_header = {"x-request-id": request_id}
         self._open_flow = open_flow
         self._count = count
@@ -59,10 +62,12 @@ class Generation:
             flow, form = await self._open_flow()
         except ApiError as error:
             self._count(error)
+            self._note({"cause": str(error.cause)})
             await _send_body(error.status, self._error_body(error), self._id_header | error.headers(), send)
             return False
         except asyncio.CancelledError:
             self._count(_CLIENT_GONE)
+            self._note({"cause": str(Cause.CLIENT_GONE)})
             raise
         outcome = _CLIENT_GONE
         try:
@@ -74,6 +79,7 @@ class Generation:
             raise CountedError from error
         finally:
             flow.close(outcome)
+            self._note(flow.figures())
 
 
 class GenerationResponse(Response):

@@ -113,6 +113,11 @@ class Sequences:
         return [sequence.choice for sequence in self._sequences]
 
     @property
+    def rank_ids(self) -> list[str]:
+        """Those that had them last."""
+        return sorted({sequence.link.record.rank_id for sequence in self._sequences})
+
+    @property
     def num_begun(self) -> int:
         """How many have been submitted to a rank, ever."""
         return len(self._sequences)

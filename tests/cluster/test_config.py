@@ -220,6 +220,7 @@ OTHER_SECTIONS: dict[str, dict[str, Any]] = {
         "placement": "least_loaded",
         "tenants": {"a": {"weight": 2.0}},
         "default_deadline_s": 30.0,
+        "access_log": "/tmp/access.log",
         "idempotency_ttl_s": 60.0,
         "api_keys": {"a": {"sha256": "0" * 64, "tenant": "t"}},
     },
