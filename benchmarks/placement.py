@@ -10,13 +10,17 @@ Time is virtual. The ranks' schedulers, KV caches and frames, the prefix index, 
 and the policies are the real ones; a step takes as long as a simple model of it says. Requests wait in order of arrival
 while no rank has room. One rank is `--slow` times slower than its peers, if that is not 1.
 
-Figures by trace, policy and number of ranks: `cached_share` of prompt tokens, `ttft_mean_ms` and `ttft_p99_ms` of
-virtual time, the latter as ratios to those of `prefix` as well.
+With `--model`, requests that share prefixes are served by 2 and by 4 real ranks of the embedded model as well, in real
+time (`benchmarks.placement_model`); `--model-only` leaves the traces out.
+
+Figures by trace (or `model`), policy and number of ranks: `cached_share` of prompt tokens, `ttft_mean_ms` and
+`ttft_p99_ms`, the latter two as ratios to those of `prefix` as well.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import heapq
 import itertools
 import json
@@ -248,13 +252,41 @@ def main() -> None:
     parser.add_argument("--blocks-per-rank", type=int, default=4_096)
     parser.add_argument("--load", type=float, default=0.9)
     parser.add_argument("--slow", type=float, default=1.0)
+    parser.add_argument("--model", action="store_true")
+    parser.add_argument("--model-only", action="store_true")
+    parser.add_argument("--model-ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--rounds", type=int, default=3, help="on the model, of each policy in turn")
+    parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
+    figures = {} if arguments.model_only else replay_traces(arguments, parser)
+    if arguments.model or arguments.model_only:
+        from benchmarks.placement_model import measure_model
+
+        for num_ranks in arguments.model_ranks:
+            found = asyncio.run(measure_model(num_ranks, arguments.rounds, arguments.seed))
+            figures |= tell("model", num_ranks, found)
+    print(json.dumps(figures))
+
+
+def tell(name: str, num_ranks: int, found: dict[str, dict[str, float]]) -> dict[str, float]:
+    """A line for each policy; the figures."""
+    figures: dict[str, float] = {}
+    for policy, of_it in found.items():
+        values = "  ".join(f"{key} {value:9.3f}" for key, value in of_it.items())
+        print(f"{name:>14} {num_ranks:>3} ranks {policy:>12}  {values}", flush=True)
+        figures |= {f"{name}_{policy}_{key}_{num_ranks}": round(value, 4) for key, value in of_it.items()}
+        for key in ("ttft_mean", "ttft_p99"):
+            ratio = of_it[f"{key}_ms"] / found["prefix"][f"{key}_ms"]
+            figures[f"{name}_{policy}_{key}_ratio_{num_ranks}"] = round(ratio, 3)
+    return figures
+
+
+def replay_traces(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> dict[str, float]:
+    """The figures of all traces; ends the program if there are none."""
     traces = sorted(Path(arguments.traces).glob("*_trace.jsonl")) if arguments.traces else []
     if not traces:
         parser.error(f"--traces {arguments.traces}: no *_trace.jsonl there; give the folder with Mooncake's traces")
     figures: dict[str, float] = {}
-    titles = ("trace", "ranks", "policy", "cached", "TTFT mean", "TTFT p99", "(ms)", "first rank's share of work")
-    print("{:>14} {:>5} {:>12} {:>7} {:>10} {:>10} {} {}".format(*titles))
     for path in traces:
         name = path.name.removesuffix("_trace.jsonl")
         requests = read_trace(path, arguments.requests)
@@ -262,20 +294,12 @@ def main() -> None:
         figures[f"{name}_ideal_cached_share"] = round(ideal, 4)
         print(f"{name}: {len(requests)} requests; one endless cache would have {ideal:.3f} of their tokens")
         for num_ranks in arguments.ranks:
-            found: dict[str, dict[str, float]] = {}
+            found = {}
             for policy in POLICIES:
                 replay = Replay(policy, num_ranks, arguments.blocks_per_rank, arguments.slow)
-                found[policy] = it = replay.run(paced(requests, num_ranks, arguments.load))
-                print(
-                    f"{name:>14} {num_ranks:>5} {policy:>12} {it['cached_share']:>7.3f} {it['ttft_mean_ms']:>10.1f} "
-                    f"{it['ttft_p99_ms']:>10.1f}      {it['first_rank_share']:.3f}"
-                )
-                figures |= {f"{name}_{policy}_{key}_{num_ranks}": round(value, 4) for key, value in it.items()}
-            for policy in POLICIES:
-                for key in ("ttft_mean_ms", "ttft_p99_ms"):
-                    ratio = found[policy][key] / found["prefix"][key]
-                    figures[f"{name}_{policy}_{key.removesuffix('_ms')}_ratio_{num_ranks}"] = round(ratio, 3)
-    print(json.dumps(figures))
+                found[policy] = replay.run(paced(requests, num_ranks, arguments.load))
+            figures |= tell(name, num_ranks, found)
+    return figures
 
 
 if __name__ == "__main__":
