@@ -159,6 +159,7 @@ class RankServer:
             max_model_len=capacity.max_model_len,
             max_num_seqs=config.active_seqs_limit,
             max_num_batched_tokens=config.num_scheduled_tokens_limit,
+            long_prefill_token_threshold=config.long_prefill_token_threshold if config.enable_chunked_prefill else 0,
             num_blocks=capacity.num_blocks - 1,
             block_size=capacity.block_size,
             role=role,

@@ -293,6 +293,8 @@ class RankLoad(msgspec.Struct, frozen=True, array_like=True):
     """Time within steps so far."""
     num_prefetched_tokens: int = 0
     """Tokens whose KV was loaded before the request that needs it had come."""
+    num_step_tokens: int = 0
+    """Tokens that the next step computes if one more sequence comes: of each as many as a step gives it then."""
 
 
 class KvTransferLoad(msgspec.Struct, frozen=True, array_like=True):

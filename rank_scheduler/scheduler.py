@@ -340,6 +340,7 @@ class Scheduler:
             estimated_bytes=stats.estimated_bytes,
             busy_s=stats.busy_s,
             num_prefetched_tokens=stats.num_prefetched_tokens,
+            num_step_tokens=self._num_step_tokens(),
         )
 
     def explain(self, request_id: str) -> list[Explanation]:
@@ -436,6 +437,18 @@ class Scheduler:
             order = batch.order
             total += int(np.maximum(batch.num_prompt[order] - batch.num_computed[order], 0).sum())
         return total
+
+    def _num_step_tokens(self) -> int:
+        """Of the next step, with one more sequence."""
+        state, batch, config = self._state, self._state.batch, self.config
+        num_decoded = len(batch) - batch.num_idle
+        total = state.waiting.num_tokens + num_decoded
+        if state.may_have_prefills:
+            remaining = np.maximum(batch.num_prompt[batch.order] - batch.num_computed[batch.order], 1)
+            if config.long_prefill_token_threshold and config.enable_chunked_prefill:
+                remaining = np.minimum(remaining, config.long_prefill_token_threshold)
+            total += int(remaining.sum()) - len(remaining)
+        return min(total, config.num_scheduled_tokens_limit)
 
     def _frames(self) -> dict[int, StepFrame]:
         """One frame per owner out of the tokens taken in and all ends."""

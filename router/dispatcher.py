@@ -189,15 +189,19 @@ class Dispatcher:
         return self._link_of(int(rows[index]))
 
     def _fits(self, wanted: Wanted, rows: NDArray[np.intp]) -> NDArray[np.bool_]:
-        """Which of these, that have room, have KV room as well for what they lack of the prompt.
+        """Which of these, that have room, have enough for what they lack of the prompt: of KV, and of the next step.
 
         All choices of a prompt share that, and go together: one that has a slot for the first takes them all.
         """
-        num_free_tokens = self._ranks.num_free_tokens[rows]
-        fits: NDArray[np.bool_] = num_free_tokens >= wanted.num_tokens
+        ranks = self._ranks
+        most = ranks.num_free_tokens[rows]
+        if wanted.leg is not Leg.DECODE:
+            # Those that take any prompt have some of a step left as well, if not enough for this one.
+            most = np.where(ranks.takes_any_prompt[rows], most, np.minimum(most, ranks.num_step_tokens_left[rows]))
+        fits: NDArray[np.bool_] = most >= wanted.num_tokens
         for index in np.flatnonzero(~fits).tolist():
             row = int(rows[index])
-            fits[index] = self._ranks.is_idle(row) or num_free_tokens[index] >= wanted.num_uncached_tokens(row)
+            fits[index] = ranks.is_idle(row) or most[index] >= wanted.num_uncached_tokens(row)
         return fits
 
     def _yields(self, row: int, placing: Placing) -> bool:

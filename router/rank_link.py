@@ -40,7 +40,7 @@ from router.peer import UNDECODABLE, PeerFault
 from router.placement import load_contains
 from router.prefix_index import PrefixIndex
 from router.rank_table import RankTable
-from router.room import Room, room
+from router.room import Room, num_step_tokens_left, room
 
 logger = logging.getLogger(__name__)
 
@@ -329,7 +329,8 @@ class RankLink:
         """What `ranks` is to say of this one, after a change of it."""
         if self.is_open:
             self._ranks.update(self.row, self.load, self._num_new_sequences, self._num_new_tokens)
-            self._ranks.set_room(self.row, self.room)
+            num_left = num_step_tokens_left(self.record, self.load, self._num_new_tokens)
+            self._ranks.set_room(self.row, self.room, num_left)
 
     @property
     def _num_new_sequences(self) -> int:

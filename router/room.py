@@ -8,8 +8,9 @@ from rank_scheduler.messages import RankLoad
 from router.control_messages import RankRecord
 
 NUM_STEPS_AHEAD = 2
-"""So many steps' worth of prompt tokens a rank has to compute at most when it is given more: one is under way, and one
-begins before the router can hear that it has. More would wait there in vain, where it cannot go anywhere else."""
+"""A rank is given a long prompt when what it has to compute takes fewer steps than this: one is under way, and one
+begins before the router can hear that it has. More would wait there in vain, where it cannot go anywhere else.
+"""
 
 
 class Room(IntEnum):
@@ -18,9 +19,11 @@ class Room(IntEnum):
     NONE = 0
     SLOT = 1
     """A sequence whose prompt is computed elsewhere."""
-    PROMPT = 2
+    STEP = 2
+    """A sequence whose prompt takes no more steps: a long one in progress leaves it some of each."""
+    PROMPT = 3
     """A sequence for whose prompt it has KV room."""
-    ANYTHING = 3
+    ANYTHING = 4
     """It is idle: what is too much for it now, would be so for ever."""
 
 
@@ -32,4 +35,18 @@ def room(record: RankRecord, load: RankLoad, num_unseen_sequences: int, num_unse
     if num_sequences >= record.max_num_seqs:
         return Room.NONE
     num_tokens = load.num_waiting_tokens + num_unseen_tokens
-    return Room.PROMPT if num_tokens < NUM_STEPS_AHEAD * record.max_num_batched_tokens else Room.SLOT
+    if num_tokens < NUM_STEPS_AHEAD * _most_of_one(record):
+        return Room.PROMPT
+    return Room.STEP if num_step_tokens_left(record, load, num_unseen_tokens) > 0 else Room.SLOT
+
+
+def num_step_tokens_left(record: RankRecord, load: RankLoad, num_unseen_tokens: int) -> int:
+    """How long a prompt may be that goes beside those in progress: its next step has room for it, if not for all."""
+    num_left = record.max_num_batched_tokens - load.num_step_tokens - num_unseen_tokens
+    return min(num_left, NUM_STEPS_AHEAD * _most_of_one(record))
+
+
+def _most_of_one(record: RankRecord) -> int:
+    """How many tokens of a prompt one step computes."""
+    most = record.max_num_batched_tokens
+    return min(record.long_prefill_token_threshold or most, most)
