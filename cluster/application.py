@@ -16,6 +16,8 @@ ROUTER_DEPLOYMENT = "router"
 MAX_ONGOING_REQUESTS = 1_000_000
 HEALTH_CHECK_PERIOD_S = 2.0
 HEALTH_CHECK_TIMEOUT_S = 30.0
+# For a router to end, and for a rank to end once it has nothing left to do.
+STOP_TIMEOUT_S = 5.0
 # Attempts to start a replica before the deployment has failed. Reasons that cannot go away are reported at once.
 MAX_CONSTRUCTOR_RETRIES = 3
 
@@ -44,9 +46,9 @@ def build(
     asked = demands(config, nodes)
     by_id = {node.node_id: node for node in nodes}
     pools = [
-        _deployment(Rank, pool_deployment(name), settings.num_ranks, asked[name], environment).bind(
-            config, name, model_path, asked, by_id, secret
-        )
+        _deployment(
+            Rank, pool_deployment(name), settings.num_ranks, asked[name], environment, settings.drain_limit_s
+        ).bind(config, name, model_path, asked, by_id, secret)
         for name, settings in config.pools.items()
     ]
     # A router is idle most of the time: asking for a whole CPU would take one from a rank.
@@ -56,7 +58,12 @@ def build(
 
 
 def _deployment(
-    replica: type, name: str, num_replicas: int, asked: Demand, environment: Mapping[str, str]
+    replica: type,
+    name: str,
+    num_replicas: int,
+    asked: Demand,
+    environment: Mapping[str, str],
+    drain_limit_s: float = 0.0,
 ) -> serve.Deployment:
     return serve.deployment(replica).options(
         name=name,
@@ -71,6 +78,6 @@ def _deployment(
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
         graceful_shutdown_wait_loop_s=0.1,
-        graceful_shutdown_timeout_s=5.0,
+        graceful_shutdown_timeout_s=drain_limit_s + STOP_TIMEOUT_S,
         logging_config={"enable_access_log": False},
     )

@@ -63,6 +63,25 @@ class PoolConfig(_Section):
         default=PoolRole.MIXED,
         description="mixed, or prefill (computes prompts up to the first token) and decode (goes on from there).",
     )
+    drain_deadline_s: float = Field(
+        default=30.0,
+        ge=0,
+        description="A rank that leaves may go on for so long with what it has; then others take what still runs.",
+    )
+    drain_limit_s: float = Field(
+        default=300.0,
+        gt=0,
+        description="So long after it began to leave, a rank ends with whatever nobody else could take.",
+    )
+
+    @model_validator(mode="after")
+    def _check_drain(self) -> Self:
+        if self.drain_limit_s < self.drain_deadline_s:
+            raise ValueError(
+                f"drain_limit_s is {self.drain_limit_s:g} and drain_deadline_s {self.drain_deadline_s:g}: a rank would "
+                "end before others take what it has; raise drain_limit_s, or lower drain_deadline_s"
+            )
+        return self
 
 
 class TenantConfig(_Section):

@@ -1,11 +1,13 @@
 """A rank as Serve sees it: one replica that owns a model runner and the server around it.
 
-Requests do not come through Serve's handles; what Serve does is start it, ask for its health and stop it.
+Requests do not come through Serve's handles; what Serve does is start it, ask for its health and stop it. It stops one
+that leaves (fewer replicas, another version) by its destructor, for which it waits: there the rank drains.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from typing import Any
 
@@ -43,6 +45,7 @@ class Rank:
         if config.ray.is_own:
             keep_on_loopback()
         self._control = ControlClient()
+        self._pool = config.pools[pool]
         try:
             # Loading blocks for seconds to minutes; Serve's own calls to this process go on meanwhile.
             self._server = await asyncio.to_thread(
@@ -112,6 +115,19 @@ class Rank:
         """Pause or go on; returns when every step that was planned before has ended."""
         await asyncio.to_thread(self._server.set_pause, state)
 
+    async def drain(self, rank_id: str, deadline_s: float | None = None) -> bool:
+        """Take no new work, if this is the one that is meant: Serve's handles reach all replicas or any of them.
+
+        What still runs after `deadline_s` (None: the pool's) goes on at other ranks. Returns when there is nothing
+        left to do (False: not within `drain_limit_s`); the rank stays, for Serve to stop.
+        """
+        if rank_id != self._server.stats()["rank_id"]:
+            return True
+        return await self._drain(self._pool.drain_deadline_s if deadline_s is None else deadline_s)
+
+    async def _drain(self, deadline_s: float) -> bool:
+        return await asyncio.to_thread(self._server.drain, deadline_s, self._pool.drain_limit_s)
+
     def stats(self) -> dict[str, Any]:
         """The rank's identity and live figures."""
         return self._server.stats()
@@ -120,4 +136,8 @@ class Rank:
         # Serve calls and awaits this when it stops the replica, also after a constructor that failed.
         server = self.__dict__.get("_server")
         if server is not None:
+            # One that is stopped since it makes no progress has nothing to wait for.
+            with contextlib.suppress(RuntimeError):
+                server.check_health()
+                await self._drain(self._pool.drain_deadline_s)
             await asyncio.to_thread(server.stop, STOP_TIMEOUT_S)

@@ -13,9 +13,8 @@ import dataclasses
 import logging
 import os
 import threading
-import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from pathlib import Path
 from typing import Any
 
@@ -77,9 +76,7 @@ CONTROL_TIMEOUT_S = 10.0
 RECONNECT_DELAY_S = 0.5
 # Longer than any sane step on a slow processor; a step that takes this long is stuck.
 STALL_TIMEOUT_S = 120.0
-# While a rank leaves: from one look at what is left to the next.
-DRAIN_INTERVAL_S = 0.05
-# For the last look to be answered.
+# Within it, a drain that has come to its limit says so.
 DRAIN_OVERTIME_S = 1.0
 
 
@@ -165,10 +162,9 @@ class RankServer:
             role=role,
             block_size_bytes=capacity.block_size_bytes,
         )
-        self._draining = Draining()
         self._connections: dict[int, Connection] = {}
+        self._draining = Draining(self._connections, lambda is_idle: self._loop.post(IdlenessAsked(is_idle)))
         self._next_owner = 0
-        self._drains: set[asyncio.Task[bool]] = set()
         self._io = asyncio.new_event_loop()
         self._io_thread = threading.Thread(target=self._run_io, name="rank-io", daemon=True)
         self._registered: Future[str] = Future()
@@ -257,27 +253,18 @@ class RankServer:
         What still runs after `moves_in_s` goes on at other ranks, as far as there are any. Blocks that others are
         still to read count as something to do, as long as any router is there. May be called again, with other times.
         """
-        drained: Future[bool] = Future()
-
-        def begin() -> None:
-            task = self._io.create_task(self._drain(moves_in_s, limit_s))
-            self._drains.add(task)
-            task.add_done_callback(end)
-
-        def end(task: asyncio.Task[bool]) -> None:
-            self._drains.discard(task)
-            if task.cancelled():
-                drained.set_result(False)
-            elif (error := task.exception()) is not None:
-                drained.set_exception(error)
-            else:
-                drained.set_result(task.result())
-
-        self._call_io(begin)
+        draining = self._draining.drain(moves_in_s, limit_s)
         try:
-            return drained.result(limit_s + DRAIN_OVERTIME_S)
-        except TimeoutError:  # the I/O thread has ended: nobody is served any more
-            return False
+            drained = asyncio.run_coroutine_threadsafe(draining, self._io)
+        except RuntimeError:  # the event loop is closed: nobody is served any more
+            draining.close()
+            return True
+        try:
+            has_drained = drained.result(limit_s + DRAIN_OVERTIME_S)
+        except (TimeoutError, CancelledError):  # it has ended meanwhile
+            has_drained = False
+        logger.info("rank %s %s", self._record.rank_id, "is empty" if has_drained else "still has something to do")
+        return has_drained
 
     def stats(self) -> dict[str, Any]:
         """Identity and live figures, for operators: `load` since the start, `latest_interval` of about a second."""
@@ -338,10 +325,7 @@ class RankServer:
         port = await self._listener.start(self._host)
         self._record = msgspec.structs.replace(self._record, port=port)
         stopped = asyncio.create_task(self._stop_requested.wait())
-        background: list[asyncio.Task[Any]] = [
-            asyncio.create_task(self._stay_registered()),
-            asyncio.create_task(self._beat()),
-        ]
+        background = [asyncio.create_task(self._stay_registered()), asyncio.create_task(self._beat())]
         try:
             await asyncio.wait([stopped, *background], return_when=asyncio.FIRST_COMPLETED)
             for task in background:
@@ -349,10 +333,9 @@ class RankServer:
                     task.result()  # raises: neither ever returns
         finally:
             stopped.cancel()
-            background += self._drains
             for task in background:
                 task.cancel()
-            await asyncio.gather(*background, return_exceptions=True)
+            await asyncio.gather(*background, self._draining.close(), return_exceptions=True)
             await self._listener.close()
 
     def _accept(self, connection: Connection) -> None:
@@ -365,8 +348,7 @@ class RankServer:
         self._next_owner += 1
         self._connections[owner] = connection
         connection.closed.add_done_callback(lambda _: self._lost(owner))
-        if (leaving := self._draining.message(time.monotonic())) is not None:
-            connection.send(self._encoder.encode(leaving))
+        self._draining.greet(connection)
         connection.start(lambda payload: self._take(owner, connection, payload))
 
     def _lost(self, owner: int) -> None:
@@ -404,29 +386,6 @@ class RankServer:
             connection = self._connections.get(owner)
             if connection is not None:
                 connection.send(payload)
-
-    async def _drain(self, moves_in_s: float, limit_s: float) -> bool:
-        now = time.monotonic()
-        self._draining.begin(now + moves_in_s)
-        logger.info("rank %s leaves: what runs in %.1f s goes on elsewhere", self._record.rank_id, moves_in_s)
-        payload = self._encoder.encode(self._draining.message(now))
-        for connection in list(self._connections.values()):
-            connection.send(payload)
-        while not await self._is_drained():
-            if time.monotonic() > now + limit_s:
-                logger.warning("rank %s still has something to do after %.1f s", self._record.rank_id, limit_s)
-                return False
-            await asyncio.sleep(DRAIN_INTERVAL_S)
-        return True
-
-    async def _is_drained(self) -> bool:
-        if not self._connections:
-            return True
-        if not self._draining.is_heard_by(self._connections):
-            return False
-        is_idle: Future[bool] = Future()
-        self._loop.post(IdlenessAsked(is_idle))
-        return await asyncio.wrap_future(is_idle)
 
     async def _beat(self) -> None:
         """Live figures to every router once a second: idle ranks stay visible, dead ones become so."""

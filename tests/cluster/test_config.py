@@ -85,6 +85,7 @@ def test_a_flag_for_the_only_pool_needs_one(tmp_path: Path) -> None:
         ("pools: {mixed: {num_ranks: two}}", ["pools.mixed.num_ranks", "'two'", "whole number"]),
         ("pools: {mixed: {device: tpu}}", ["pools.mixed.device", "'tpu'", "'cpu' or 'cuda'"]),
         ("pools: {'a/b': {}}", ["pools", "'a/b'", "rename"]),
+        ("pools: {mixed: {drain_limit_s: 5}}", ["pools.mixed", "drain_limit_s is 5", "drain_deadline_s 30", "raise"]),
         ("pools: {}", ["pools", "name at least one"]),
         ("router: 8000", ["router", "8000", "section"]),
         ("scheduler: {max_num_seqs: 600}", ["scheduler", "600", "512", "raise max_num_batched_tokens"]),
@@ -206,7 +207,13 @@ SPECULATIVE = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_ma
 OTHER_SECTIONS: dict[str, dict[str, Any]] = {
     "model": {"name": "m", "dtype": "bfloat16", "max_model_len": 333},
     "cache": {"block_size": 8, "num_blocks": 99, "memory_gib": 0.5, "enable_prefix_caching": False},
-    "pools.*": {"num_ranks": 3, "threads_per_rank": 2, "device": "cuda"},
+    "pools.*": {
+        "num_ranks": 3,
+        "threads_per_rank": 2,
+        "device": "cuda",
+        "drain_deadline_s": 7.0,
+        "drain_limit_s": 70.0,
+    },
     "router": {
         "host": "::1",
         "port": 8123,

@@ -42,6 +42,9 @@ from rank_scheduler.messages import (
     FinishReason,
     Grammar,
     GrammarKind,
+    HandOff,
+    Leaving,
+    LeavingHeard,
     PrefixSnapshot,
     RankLoad,
     RankToRouter,
@@ -208,6 +211,7 @@ class Router:
         self.mistakes: list[str] = []
         self.prefixes = PrefixIndex()
         self.prefixes.add("rank", CACHE.block_size)
+        self.leaving: list[Leaving] = []
         self.num_told = 0
         """Frames and snapshots with prefixes."""
         self._heard = asyncio.Event()
@@ -221,6 +225,9 @@ class Router:
             if frame.query in self.answers:
                 self.mistakes.append(f"query {frame.query} answered twice")
             self.answers[frame.query] = frame
+            return
+        if isinstance(frame, Leaving):
+            self.leaving.append(frame)
             return
         if isinstance(frame, PrefixSnapshot):
             self.num_told += 1
@@ -700,6 +707,81 @@ def test_impossible_request_is_refused_alone(setting: Setting) -> None:
                 assert end.reason is FinishReason.ERROR
                 assert message in end.message
             assert (await router.end_of(3)).reason is FinishReason.LENGTH
+
+    run(test)
+
+
+# ---- drains ----
+
+
+def test_a_rank_that_leaves_is_empty_when_all_have_heard_and_nothing_is_left(setting: Setting) -> None:
+    async def test() -> None:
+        async with running_rank(setting) as rank:
+            rank.runner.held = True
+            router, other = await rank.router(), await rank.router()
+            await router.until(lambda: router.num_frames > 0)
+            router.submit(1, max_tokens=4)
+            await rank.runner.wait_entered()
+            draining = asyncio.create_task(asyncio.to_thread(rank.server.drain, 30.0, TIMEOUT_S))
+            for each in (router, other):
+                await each.until(lambda each=each: bool(each.leaving))
+                assert 29.0 < each.leaving[0].moves_in_s <= 30.0
+            late = await rank.router()
+            await late.until(lambda: bool(late.leaving))
+            # What was on the way is served as well.
+            router.submit(2, max_tokens=2)
+            router.send(LeavingHeard())
+            rank.runner.let_all_go()
+            await router.end_of(1)
+            await router.end_of(2)
+            await router.all_free()
+            assert router.tokens[1] == expected_tokens(PROMPT, 4, VOCAB_SIZE)
+            # Nobody knows what the others have sent.
+            assert not draining.done()
+            late.send(LeavingHeard())
+            other.connection.abort("gone")
+            assert await draining is True
+            assert rank.server.stats()["is_leaving"] is True
+            rank.routers.remove(other)
+
+    run(test)
+
+
+def test_a_router_has_a_rank_hand_off_what_it_runs(setting: Setting) -> None:
+    async def test() -> None:
+        async with running_rank(setting) as rank:
+            rank.runner.held = True
+            router = await rank.router()
+            router.submit(1, max_tokens=200)
+            for _ in range(3):
+                await rank.runner.wait_entered()
+                rank.runner.let_go(1)
+            await rank.runner.wait_entered()
+            await router.until(lambda: len(router.tokens[1]) == 3)
+            router.send(HandOff(1))
+            router.send(HandOff(7))
+            router.send(LeavingHeard())
+            await rank.settle(lambda: setting.is_async or rank.server._loop._inbox.qsize() >= 2)
+            rank.runner.let_all_go()
+            assert (await router.end_of(1)).reason is FinishReason.HANDOFF
+            assert await asyncio.to_thread(rank.server.drain, 0.0, TIMEOUT_S) is True
+
+    run(test)
+
+
+def test_a_drain_ends_at_its_limit_and_with_the_rank(setting: Setting) -> None:
+    async def test() -> None:
+        rank = Rank(setting)
+        await rank.control.open()
+        await rank.start()
+        router = await rank.router()
+        assert await asyncio.to_thread(rank.server.drain, 0.0, 0.1) is False
+        draining = asyncio.create_task(asyncio.to_thread(rank.server.drain, 5.0, TIMEOUT_S))
+        await router.until(lambda: len(router.leaving) == 2)
+        await asyncio.to_thread(rank.server.stop)
+        assert await draining is False
+        assert await asyncio.to_thread(rank.server.drain, 0.0, TIMEOUT_S) is True
+        await rank.stop()
 
     run(test)
 

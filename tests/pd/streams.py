@@ -7,10 +7,10 @@ from typing import Any
 
 from tests.pd.rig import Answer, PdSystem, make_prompts
 
-NUM_TOKENS = 24
+NUM_TOKENS = 16
 SCHEMA = {
     "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}},
+    "properties": {"name": {"type": "string", "maxLength": 4}, "age": {"type": "integer"}},
     "required": ["name", "age"],
 }
 KINDS: list[dict[str, Any]] = [
@@ -19,11 +19,11 @@ KINDS: list[dict[str, Any]] = [
     {"temperature": 1.2, "top_k": 30, "logprobs": 2},
     {"n": 2, "temperature": 0.8},
     {"stop": [" the", "a."], "min_tokens": 3},
-    {"response_format": {"type": "json_schema", "json_schema": {"name": "p", "schema": SCHEMA}}, "max_tokens": 40},
+    {"response_format": {"type": "json_schema", "json_schema": {"name": "p", "schema": SCHEMA}}, "max_tokens": 30},
     {"priority": 0, "ignore_eos": True},
     {"repetition_detection": {"max_pattern_size": 4, "min_count": 3}},
 ]
-PROMPTS = make_prompts(16, seed=31, shortest=10, longest=40)
+PROMPTS = make_prompts(16, seed=31, shortest=8, longest=24)
 
 
 class Progress:

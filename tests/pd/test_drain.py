@@ -34,7 +34,7 @@ async def drain_one(pd: PdSystem, choose: random.Random, right: list[list[Answer
     """One round: ask, have one rank leave at a random moment while more is asked; returns how long that took."""
     progress = Progress()
     streams = ask(pd, progress)
-    moment, leaving = choose.randrange(0, 200), choose.choice(pd.living)
+    moment, leaving = choose.randrange(0, 150), choose.choice(pd.living)
     await progress.wait_for(moment, streams)
     loop = asyncio.get_running_loop()
     began_at = loop.time()

@@ -49,7 +49,7 @@ async def disturb(
     """Ask, signal one rank at a random moment, and compare."""
     progress, loop = Progress(), asyncio.get_running_loop()
     streams = ask(pd, progress)
-    moment, victim = choose.randrange(0, 200), choose.choice(pd.living)
+    moment, victim = choose.randrange(0, 150), choose.choice(pd.living)
     await progress.wait_for(moment, streams)
     (link,) = (link for link in pd.service.pool.links if link.record.rank_id == victim.rank_id)
     lost_at: asyncio.Future[float] = loop.create_future()
