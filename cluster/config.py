@@ -107,6 +107,15 @@ class RouterConfig(_Section):
         default="auto",
         description="HAProxy in front of the routers; auto: if it does not work, Serve's own, slower proxy instead.",
     )
+    http_server: Literal["serve", "own"] = Field(
+        default="serve",
+        description="serve: Ray Serve's proxies, or HAProxy, in front of the routers; own: each router listens itself, "
+        "those of a node on one port.",
+    )
+    tls_cert_file: str | None = Field(
+        default=None, description="PEM file, on each router's node, with the certificate and those that it needs."
+    )
+    tls_key_file: str | None = Field(default=None, description="PEM file with the certificate's private key.")
     max_body_bytes: int = Field(default=4 << 20, ge=1024, description="Largest request body; larger ones get 413.")
     rank_silence_timeout_s: float = Field(
         default=10.0, ge=2.0, description="A rank that says nothing for this long is lost (it speaks once a second)."
@@ -153,11 +162,27 @@ class RouterConfig(_Section):
         load_policy(placement)
         return placement
 
-    @field_validator("access_log")
+    @field_validator("access_log", "tls_cert_file", "tls_key_file")
     @classmethod
     def _make_absolute(cls, path: str | None) -> str | None:
         """Routers have working directories of their own."""
         return None if path is None else str(Path(path).expanduser().absolute())
+
+    @model_validator(mode="after")
+    def _check_server(self) -> Self:
+        tls = {"tls_cert_file": self.tls_cert_file, "tls_key_file": self.tls_key_file}
+        given = [name for name, path in tls.items() if path is not None]
+        if given and self.http_server == "serve":
+            raise ValueError(
+                f"{given[0]} is set, and http_server is 'serve', whose proxies have no TLS here; set http_server to "
+                "own, or end TLS at a load balancer in front and leave it out"
+            )
+        if len(given) == 1:
+            [lacking] = tls.keys() - set(given)
+            raise ValueError(f"{given[0]} is set, and {lacking} is not; give both, or neither")
+        if self.http_server == "own" and self.ha_proxy == "on":
+            raise ValueError("ha_proxy is 'on', and http_server is 'own', which needs none; leave one of them out")
+        return self
 
     @field_validator("ha_proxy", mode="before")
     @classmethod

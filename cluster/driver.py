@@ -17,6 +17,7 @@ import secrets
 import shlex
 import shutil
 import signal
+import ssl
 import sys
 import threading
 import time
@@ -213,9 +214,11 @@ class Driver:
             nodes=nodes,
             environment=self._ray.environment,
         )
+        # Without one, no proxy of Serve's passes anything on to it.
+        route_prefix = None if self._config.router.http_server == "own" else "/"
         try:
             serve.run_many(
-                [serve.RunTarget(application, name=APPLICATION_NAME, route_prefix="/")],
+                [serve.RunTarget(application, name=APPLICATION_NAME, route_prefix=route_prefix)],
                 wait_for_ingress_deployment_creation=False,
                 wait_for_applications_running=False,
             )
@@ -283,8 +286,9 @@ class Driver:
         while True:
             addresses = self._ray.http_addresses()
             for host, port in addresses:
-                if (last := _ask_ready(host, port)) == 200:
-                    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+                has_tls = self._config.router.tls_cert_file is not None
+                if (last := _ask_ready(host, port, has_tls)) == 200:
+                    return f"{'https' if has_tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
             if time.monotonic() > deadline:
                 if self._request.ha_proxy:
                     raise HaProxyError(f"no answer to /ready within {HTTP_TIMEOUT_S:.0f} s")
@@ -355,9 +359,14 @@ class Driver:
             raise _Stopped
 
 
-def _ask_ready(host: str, port: int) -> int | None:
+def _ask_ready(host: str, port: int, has_tls: bool) -> int | None:
     """Status of `GET /ready`, None without an answer."""
-    connection = http.client.HTTPConnection(host, port, timeout=2)
+    # Its certificate is for the name that others know it by.
+    connection = (
+        http.client.HTTPSConnection(host, port, timeout=2, context=ssl._create_unverified_context())
+        if has_tls
+        else http.client.HTTPConnection(host, port, timeout=2)
+    )
     try:
         connection.request("GET", "/ready")
         return connection.getresponse().status

@@ -127,7 +127,7 @@ class ExistingRay:
         self._started_serve = True
         try:
             serve.start(
-                proxy_location="EveryNode",
+                proxy_location="Disabled" if self._config.router.http_server == "own" else "EveryNode",
                 http_options={"host": self._http[0], "port": self._http[1]},
                 logging_config={"enable_access_log": False},
             )
@@ -141,12 +141,17 @@ class ExistingRay:
         import ray
         from ray import serve
 
+        own = ray.get_runtime_context().get_node_id()
+        nodes = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+        router = self._config.router
+        if router.http_server == "own":
+            if router.host not in WILDCARDS:
+                return [(router.host, router.port)]
+            return [(nodes[node_id], router.port) for node_id in sorted(nodes, key=lambda node_id: node_id != own)]
         host, port = self._http
         proxies = serve.status().proxies
         if host not in WILDCARDS:
             return [(host, port)] if proxies else []
-        own = ray.get_runtime_context().get_node_id()
-        nodes = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
         found = [node_id for node_id in proxies if node_id in nodes]
         return [(nodes[node_id], port) for node_id in sorted(found, key=lambda node_id: node_id != own)]
 
@@ -227,7 +232,7 @@ class ExistingRay:
         # Serve has no public call for where it listens.
         options = _get_global_client().http_config
         running = (options.host or LOOPBACK, options.port)
-        if running != self._http:
+        if running != self._http and self._config.router.http_server == "serve":
             self._progress.line(
                 f"Serve is running, on {running[0]}:{running[1]}: router.host and router.port have no effect",
                 style="yellow",

@@ -64,7 +64,7 @@ def serve(config: ClusterConfig, console: Console) -> int:
     if problem := check_port(config.router.host, config.router.port):
         progress.line(problem, style="red")
         return EXIT_FAILED
-    ha_proxy = config.router.ha_proxy != "off"
+    ha_proxy = config.router.http_server == "serve" and config.router.ha_proxy != "off"
     if ha_proxy and (reason := why_no_ha_proxy(config.router.host)):
         if config.router.ha_proxy == "on":
             progress.line(f"router.ha_proxy: on, but {reason}; set it to auto or off", style="red")

@@ -61,6 +61,7 @@ class OwnRay:
 
         try:
             serve.start(
+                proxy_location="Disabled" if self._router.http_server == "own" else None,
                 http_options={"host": self._router.host, "port": self._router.port},
                 logging_config={"enable_access_log": False},
             )

@@ -14,6 +14,7 @@ from ray import serve
 
 from cluster.config import ClusterConfig
 from cluster.control_client import ControlClient
+from cluster.own_http import OwnHttpServer
 from cluster.router_settings import router_settings
 from cluster.serve_grpc import keep_on_loopback
 from model_runner.embedded import resolve_model
@@ -55,6 +56,20 @@ class RouterReplica:
             raise
         name = f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
         await self._service.start(control.address, secret, name)
+        router = config.router
+        if router.http_server == "own":
+            try:
+                self._server = OwnHttpServer(
+                    build_app(self._service),
+                    host=router.host,
+                    port=router.port,
+                    cert_file=router.tls_cert_file,
+                    key_file=router.tls_key_file,
+                )
+                await self._server.start()
+            except Exception as error:
+                await control.report_failed_start("router", error)
+                raise
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return build_app(self._service)
@@ -64,3 +79,6 @@ class RouterReplica:
         service = self.__dict__.get("_service")
         if service is not None:
             await service.stop()
+        server = self.__dict__.get("_server")
+        if server is not None:
+            await server.stop()

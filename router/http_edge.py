@@ -91,7 +91,7 @@ class HttpEdge:
         status = 499
         arrival: Arrival | None = None
         cause: Cause | None = None
-        timed_send = TimedSend(send, self._send_timeout_s)
+        timed_send = TimedSend(send, self._send_timeout_s, scope.get("state", {}).get("cut"))
 
         async def send_with_id(message: Message) -> None:
             nonlocal has_started, status

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from starlette.types import Message, Send
 
@@ -17,7 +18,10 @@ class TimedSend:
     The timer belongs to the answer, not to each message: there is a message per token. One task sends at a time.
     """
 
-    def __init__(self, send: Send, timeout_s: float) -> None:
+    def __init__(self, send: Send, timeout_s: float, cut: Callable[[], None] | None = None) -> None:
+        """`cut`: resets the connection, where the server offers that. Otherwise it closes it, which takes as long as
+        the client does not read what is on its way."""
+        self._cut = cut
         self._send = send
         self._timeout_s = timeout_s
         self._loop = asyncio.get_running_loop()
@@ -55,3 +59,5 @@ class TimedSend:
         elif self._sender is not None:
             self._has_expired = True
             self._sender.cancel()
+            if self._cut is not None:
+                self._cut()

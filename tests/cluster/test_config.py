@@ -227,6 +227,9 @@ OTHER_SECTIONS: dict[str, dict[str, Any]] = {
         "placement": "least_loaded",
         "tenants": {"a": {"weight": 2.0}},
         "default_deadline_s": 30.0,
+        "http_server": "own",
+        "tls_cert_file": "/tmp/cert.pem",
+        "tls_key_file": "/tmp/key.pem",
         "access_log": "/tmp/access.log",
         "idempotency_ttl_s": 60.0,
         "api_keys": {"a": {"sha256": "0" * 64, "tenant": "t"}},
@@ -256,6 +259,7 @@ KEYS: dict[str, Any] = {
 NEEDED: dict[str, dict[str, Any]] = {
     "speculative": {"num_speculative_tokens": 1},
     "kv_transfer": {"kv_connector": "PullConnector"},
+    "router": {"http_server": "own", "tls_cert_file": "/cert", "tls_key_file": "/key"},
 }
 """What a section must have for any other of its keys."""
 
@@ -340,6 +344,11 @@ def test_every_key_is_reached_by_its_flag(flag: Any, monkeypatch: pytest.MonkeyP
     if flag.path.startswith("kv_transfer.") and flag.name != "kv_connector":
         arguments += ["--kv-connector", "PullConnector"]
         overrides["kv_transfer.kv_connector"] = "PullConnector"
+    if flag.path.startswith("router.tls_"):
+        for name, needed in NEEDED["router"].items():
+            if f"router.{name}" != flag.path:
+                arguments += [f"--{name.replace('_', '-')}", needed]
+                overrides[f"router.{name}"] = needed
     config = serve_with(arguments, monkeypatch)
     assert at(config, flag.path) == value
     assert config == load_config(None, overrides)  # The flag changes nothing else.
@@ -484,3 +493,16 @@ def test_the_documentation_names_only_what_there_is() -> None:
     api = (Path(__file__).parents[2] / "docs" / "api.md").read_text(encoding="utf-8")
     for reason in WaitReason:
         assert f"| `{reason}` |" in api
+
+
+@pytest.mark.parametrize(
+    ("router", "words"),
+    [
+        ("{tls_cert_file: c, tls_key_file: k}", "router: tls_cert_file is set, and http_server is 'serve'"),
+        ("{http_server: own, tls_cert_file: c}", "router: tls_cert_file is set, and tls_key_file is not; give both"),
+        ("{http_server: own, tls_key_file: k}", "router: tls_key_file is set, and tls_cert_file is not; give both"),
+        ("{http_server: own, ha_proxy: on}", "router: ha_proxy is 'on', and http_server is 'own', which needs none"),
+    ],
+)
+def test_servers_that_cannot_be(router: str, words: str, tmp_path: Path) -> None:
+    assert words in refusal(f"router: {router}", tmp_path)
