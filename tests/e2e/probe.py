@@ -1,7 +1,8 @@
 """A look into the running system's actors: connects to its Ray and answers questions, one JSON line each.
 
 A process of its own, so that neither Ray's threads nor its environment reach the tests. Run as
-`python -m tests.e2e.probe RAY_ADDRESS POOL…`; questions are `members`, `control_pid`, `ranks` and `check_integrity`.
+`python -m tests.e2e.probe RAY_ADDRESS POOL…`; questions are `members`, `control_pid`, `ranks`, `check_integrity` and
+`stop_a_rank`, which asks one replica to leave as Serve's controller does, and answers when it has.
 """
 
 import json
@@ -40,6 +41,12 @@ def main() -> None:
             case "check_integrity":
                 ray.get(control.check_integrity.remote(), timeout=TIMEOUT_S)
                 return broadcast("check_integrity")
+            case "stop_a_rank":
+                names = [each["name"] for each in ray.util.list_named_actors(all_namespaces=True)]
+                name = min(name for name in names if f"#{pool_deployment(sys.argv[2])}#" in name)
+                replica = ray.get_actor(name, namespace="serve")
+                ray.get(replica.perform_graceful_shutdown.remote(), timeout=4 * TIMEOUT_S)
+                return name
 
     for line in sys.stdin:
         try:

@@ -129,6 +129,11 @@ class Served:
         pid: int = self._ask("control_pid")
         return pid
 
+    def stop_a_rank(self) -> str:
+        """Have one rank leave as Serve does; returns when it has, before Serve replaces it."""
+        name: str = self._ask("stop_a_rank")
+        return name
+
     def num_running(self) -> int:
         """Sequences that run now, on all ranks."""
         return sum(rank["load"]["num_running"] for rank in self.ranks())
