@@ -7,7 +7,8 @@ medians over all pulls are told, so that a machine that changes speed does so fo
 measured one by one, each against `tcp`, since their idle threads cost the others time.
 
 Beside the transports: `memcpy`, the same scattered copy by numpy within one process (the faster of a loop over blocks
-and of one indexed assignment), and `sendall`, one contiguous buffer of the same amount through a loopback connection.
+and of one indexed assignment), and `sendall`, one contiguous buffer of the same amount through a loopback connection,
+asked for by a message as a pull is, into memory as warm, and received by the caller, who needs no thread to tell him.
 `nixl_tcp` is NIXL over UCX with UCX_TLS=tcp.
 
 Figures: `<lane>_<amount>mb_<block>k_gb_per_s` and `_cpu_ms_per_mb` (of both processes and those that they have

@@ -37,6 +37,8 @@ _log = logging.getLogger(__name__)
 CLIENT_IDLE_S = 60.0
 SERVER_IDLE_S = 90.0
 CONNECT_TIMEOUT_S = 5.0
+# So that requests can be sent without waiting: room for some 50,000 block ids, or what the kernel allows.
+REQUEST_BUFFER_BYTES = 256 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,9 @@ class Dialer:
     """Ours."""
 
     def make_socket(self) -> socket.socket:
-        return socket.socket(socket.AF_INET6 if ":" in self.address.host else socket.AF_INET, socket.SOCK_STREAM)
+        sock = socket.socket(socket.AF_INET6 if ":" in self.address.host else socket.AF_INET, socket.SOCK_STREAM)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, REQUEST_BUFFER_BYTES)
+        return sock
 
     def open(self, sock: socket.socket, deadline: float) -> None:
         """Connect it, and prove both ends. Raises TransferError."""
@@ -91,7 +95,6 @@ class Connections:
         self._jobs: deque[Job] = deque()
         """Empty while anybody is idle."""
         self._idle: list[Line] = []
-        """Those that are open last."""
         self._num_threads = 0
         self._is_closed = False
 
@@ -102,12 +105,7 @@ class Connections:
         self._start(sock)
 
     def _start(self, sock: socket.socket | None) -> None:
-        line = Line(sock)
-        try:
-            self._start_thread(lambda: self._work(line))
-        except BaseException:
-            line.close()
-            raise
+        self._start_thread(lambda: self._work(Line(sock)))
 
     def submit(self, job: Job) -> None:
         with self._lock:
@@ -123,8 +121,8 @@ class Connections:
             self._num_threads += 1
         try:
             self._start(None)
-        except (OSError, RuntimeError) as error:
-            # No more descriptors or threads for this process: the job is left to the others, if there are any.
+        except RuntimeError as error:
+            # No more threads for this process: the job is left to the others, if there are any.
             with self._lock:
                 self._num_threads -= 1
                 if not self._num_threads:
@@ -137,60 +135,57 @@ class Connections:
             self._is_closed = True
             self._jobs.clear()
             for line in self._idle:
-                line.wake()
+                line.end()
 
     # ---- a connection's thread ----
 
     def _work(self, line: Line) -> None:
         try:
             while (job := self._next_job(line)) is not None:
-                self._attend(line, job)
+                self._attend(line, *job)
                 # While the thread waits, it must not keep what the job's callbacks refer to.
                 del job
         finally:
             line.close()
 
-    def _next_job(self, line: Line) -> Job | None:
-        """None: this thread is to end."""
+    def _next_job(self, line: Line) -> tuple[Job, bool] | None:
+        """A job, and whether it is begun and sent; None: this thread is to end."""
         with self._lock:
-            is_idle = not self._jobs and not self._is_closed and len(self._idle) < self._most_idle
+            is_idle = (
+                line.sock is not None and not self._jobs and not self._is_closed and len(self._idle) < self._most_idle
+            )
             if is_idle:
-                self._idle.insert(len(self._idle) if line.sock is not None else 0, line)
+                self._idle.append(line)
         if is_idle:
             line.sleep(CLIENT_IDLE_S)
         with self._lock:
-            if is_idle and line.job is None:
+            if is_idle:
+                job, is_sent = line.take()
+                if job is not None:
+                    return job, is_sent
                 self._idle.remove(line)
-            job = line.take()
-            if job is None and self._jobs:
-                job = self._jobs.popleft()
-            if job is None:
-                self._num_threads -= 1
-            return job
+            if self._jobs:
+                return self._jobs.popleft(), False
+            self._num_threads -= 1
+            return None
 
-    def _attend(self, line: Line, job: Job) -> None:
+    def _attend(self, line: Line, job: Job, is_sent: bool) -> None:
         """Work on one request, on the line's connection, or on a new one if it has none."""
-        unsent, line.unsent = line.unsent, None
-        is_open = True
-        if unsent is None:
-            if line.sock is not None and is_ended(line.sock):
-                line.hang_up()
-            is_open = line.sock is not None
-            try:
-                sock = line.sock = line.sock or self._dialer.make_socket()
-            except OSError as error:
-                self._pulls.stop(job.pull, FailureReason.BACKEND, str(error))
-                return
-            if not job.pull.begin(lambda: shut(sock)):
-                if not is_open:
-                    line.hang_up()
-                return
-            unsent = job.request
-        assert line.sock is not None
-        if not self._receive(line.sock, is_open, unsent, job):
-            line.hang_up()
+        if not is_sent and line.sock is not None and is_ended(line.sock):
+            line.close()
+        is_open = line.sock is not None
+        try:
+            sock = line.sock = line.sock or self._dialer.make_socket()
+        except OSError as error:
+            self._pulls.stop(job.pull, FailureReason.BACKEND, str(error))
+            return
+        is_in_step = is_open
+        if is_sent or job.pull.begin(lambda: shut(sock)):
+            is_in_step = self._receive(sock, is_open, is_sent, job)
+        if not is_in_step:
+            line.close()
 
-    def _receive(self, sock: socket.socket, is_open: bool, unsent: bytes, job: Job) -> bool:
+    def _receive(self, sock: socket.socket, is_open: bool, is_sent: bool, job: Job) -> bool:
         """True if the socket is connected and in step afterwards."""
         pull = job.pull
         is_in_step = False
@@ -200,8 +195,8 @@ class Connections:
                 # A socket that is not connected yet cannot be shut: whoever tried has left the reason.
                 if pull.failure is not None:
                     raise ConnectionAbortedError("stopped")
-            if unsent:
-                sock.sendall(unsent)
+            if not is_sent:
+                sock.sendall(job.request)
             end = self._receive_answer(sock, job)
             is_in_step = True
         except TransferError as error:

@@ -1,12 +1,11 @@
 """A client's connection to a peer, while it is idle: what its thread sleeps on, and how a request is given to it.
 
-Whoever gives a request sends it at once, and the thread sleeps on until the answer comes: it is woken once per
-request. Only what could not be sent at once wakes it before, by an eventfd.
+Whoever gives a request sends it, and the thread sleeps on until the answer comes: it is woken once per request. Where
+that does not work, the connection is shut: the thread wakes up, and sends the request on another.
 """
 
 from __future__ import annotations
 
-import os
 import select
 import socket
 from collections.abc import Callable
@@ -30,75 +29,62 @@ class Job:
 
 
 class Line:
-    """A connection, or none yet, and what its thread is to do. Everything but `sleep` and `close` under the lock."""
+    """A connection, or none yet, and what its thread is to do. `give` and `take` under the lock."""
 
     def __init__(self, sock: socket.socket | None) -> None:
-        """Takes the socket over. Raises OSError, and leaves it to the caller."""
-        self._event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        """Takes the socket over."""
         self.sock = sock
         """Its thread's, while that does not sleep."""
-        self.job: Job | None = None
-        """Given, and not taken yet."""
-        self.unsent: bytes | None = None
-        """What is left to send of the job that was taken; None if it has not been begun."""
-        self._is_woken = False
+        self._job: Job | None = None
+        self._is_begun = False
 
     def give(self, job: Job) -> None:
         """While the thread sleeps. Never blocks."""
-        self.job = job
+        assert self.sock is not None
         sock = self.sock
-        if sock is not None and not is_ended(sock) and job.pull.begin(lambda: shut(sock)):
-            self.unsent = _send_at_once(sock, job.request)
-        if self.unsent != b"":
-            self.wake()
+        self._job = job
+        self._is_begun = not is_ended(sock) and _send_at_once(sock, job.request) and job.pull.begin(lambda: shut(sock))
+        if not self._is_begun:
+            # The peer may have got a part of it, or all though nobody wants it any more. The thread wakes up.
+            shut(sock)
 
-    def wake(self) -> None:
-        if not self._is_woken:
-            self._is_woken = True
-            os.eventfd_write(self._event, 1)
+    def end(self) -> None:
+        """While the thread sleeps: it wakes up, with nothing to do."""
+        assert self.sock is not None
+        shut(self.sock)
 
     def sleep(self, timeout_s: float) -> None:
-        """Until something comes on the connection, or it ends, or somebody wakes the thread."""
-        poller = select.poll()
-        poller.register(self._event, select.POLLIN)
-        if self.sock is not None:
-            poller.register(self.sock, select.POLLIN)
-        poller.poll(timeout_s * 1000)
+        """Without the lock, on an open connection; until something comes on it, or it ends."""
+        assert self.sock is not None
+        _poll(self.sock, timeout_s)
 
-    def take(self) -> Job | None:
-        """What has been given."""
-        if self._is_woken:
-            self._is_woken = False
-            os.eventfd_read(self._event)
-        job, self.job = self.job, None
-        return job
+    def take(self) -> tuple[Job | None, bool]:
+        """What has been given, and whether it is begun and sent."""
+        job, is_begun = self._job, self._is_begun
+        self._job, self._is_begun = None, False
+        return job, is_begun
 
-    def hang_up(self) -> None:
+    def close(self) -> None:
         if self.sock is not None:
             self.sock.close()
             self.sock = None
 
-    def close(self) -> None:
-        """When nobody can give or wake any more."""
-        self.hang_up()
-        os.close(self._event)
-
 
 def is_ended(sock: socket.socket) -> bool:
     """Whether the server has closed an idle connection (or said something out of turn)."""
+    return _poll(sock, 0.0)
+
+
+def _poll(sock: socket.socket, timeout_s: float) -> bool:
+    """Whether there is something to receive, or the end."""
+    poller = select.poll()
+    poller.register(sock, select.POLLIN)
+    return bool(poller.poll(timeout_s * 1000))
+
+
+def _send_at_once(sock: socket.socket, data: bytes) -> bool:
+    """Whether the kernel takes it, all of it."""
     try:
-        sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-    except BlockingIOError:
+        return sock.send(data, socket.MSG_DONTWAIT) == len(data)
+    except OSError:
         return False
-    except OSError:
-        pass
-    return True
-
-
-def _send_at_once(sock: socket.socket, data: bytes) -> bytes:
-    """What the kernel does not take at once."""
-    try:
-        return data[sock.send(data, socket.MSG_DONTWAIT) :]
-    except OSError:
-        # If it is not only full, whoever sends the rest will find out.
-        return data

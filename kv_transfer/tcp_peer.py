@@ -12,7 +12,7 @@ from kv_transfer.memory import KvMemory
 from kv_transfer.pulls import Pull, Pulls
 from kv_transfer.tcp_connections import Connections, Dialer
 from kv_transfer.tcp_line import Job
-from kv_transfer.tcp_requests import PullRequest, PushRequest, TcpAddress, encode_request
+from kv_transfer.tcp_requests import IDS, PullRequest, PushRequest, TcpAddress, encode_request
 from kv_transfer.transport import BlockIds, Endpoint, FailureReason
 
 MAX_CONNECTIONS_PER_PEER = 2
@@ -57,7 +57,7 @@ class TcpPeer:
             raise
 
     def pull(self, pull: Pull, remote_blocks: BlockIds, local_blocks: BlockIds) -> None:
-        request = PullRequest(remote_blocks.astype("<i4").tobytes(), pull.timeout_s)
+        request = PullRequest(remote_blocks.astype(IDS, copy=False).tobytes(), pull.timeout_s)
         self._pulls.submit(Job(pull, encode_request(request), local_blocks))
 
     def receive(self, pull: Pull, local_blocks: BlockIds, on_grant: Callable[[int], None]) -> None:

@@ -31,6 +31,7 @@ from kv_transfer.tcp_connections import SERVER_IDLE_S, Connections
 from kv_transfer.tcp_peer import TcpPeer
 from kv_transfer.tcp_pushes import Outboxes
 from kv_transfer.tcp_requests import (
+    IDS,
     ROLE,
     STATUS,
     PullRequest,
@@ -130,7 +131,7 @@ class TcpTransport:
     def _send(self, sock: socket.socket, ids: bytes, deadline: float) -> None:
         assert self._memory is not None
         try:
-            blocks = check_block_ids(np.frombuffer(ids, "<i4"), self._memory.num_blocks, "the peer's")
+            blocks = check_block_ids(np.frombuffer(ids, IDS), self._memory.num_blocks, "the peer's")
         except ValueError as error:
             send_refusal(sock, str(error), deadline)
             return

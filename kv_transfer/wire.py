@@ -71,6 +71,8 @@ class FrameBuffer:
 
     def feed(self, data: bytes) -> list[bytes]:
         """Add received bytes; returns the payloads completed by them. Raises WireError on an oversized length."""
+        if not self._buffer and not self._num_handshake_frames and _is_one_frame(data):
+            return [data[_LENGTH.size :]]
         self._buffer += data
         payloads = []
         start = 0
@@ -88,6 +90,12 @@ class FrameBuffer:
         if start:
             del self._buffer[:start]
         return payloads
+
+
+def _is_one_frame(data: bytes) -> bool:
+    """As nearly all that is received at once is."""
+    length = len(data) - _LENGTH.size
+    return 0 <= length <= MAX_FRAME_BYTES and _LENGTH.unpack_from(data)[0] == length
 
 
 def _mac(secret: bytes, *parts: bytes) -> bytes:

@@ -12,7 +12,7 @@ import pytest
 import kv_transfer.tcp_connections
 import kv_transfer.tcp_line
 import kv_transfer.tcp_transport
-from kv_transfer.transport import Peer
+from kv_transfer.transport import FailureReason, Peer
 from tests.kv_transfer.transport_rig import Case, LocalPeer, Rank, assert_has, closing, wait_until
 
 NUM_BLOCKS, BLOCK_SIZE_BYTES = 64, 4096
@@ -55,7 +55,7 @@ def test_on_an_idle_connection_the_caller_sends(
     senders: list[threading.Thread] = []
     send = kv_transfer.tcp_line._send_at_once
 
-    def spy(sock: socket.socket, data: bytes) -> bytes:
+    def spy(sock: socket.socket, data: bytes) -> bool:
         senders.append(threading.current_thread())
         return send(sock, data)
 
@@ -66,18 +66,38 @@ def test_on_an_idle_connection_the_caller_sends(
 
 
 @pytest.mark.parametrize("num_sent", [0, 3])
-def test_what_is_not_sent_at_once_is_sent_by_the_thread(
+def test_what_cannot_be_sent_at_once_is_sent_by_the_thread_on_another_connection(
     ends: tuple[Rank, LocalPeer, Peer], monkeypatch: pytest.MonkeyPatch, num_sent: int
 ) -> None:
-    def send_little(sock: socket.socket, data: bytes) -> bytes:
+    def send_little(sock: socket.socket, data: bytes) -> bool:
         sock.sendall(data[:num_sent])
-        return data[num_sent:]
+        return False
 
     monkeypatch.setattr(kv_transfer.tcp_line, "_send_at_once", send_little)
     for _ in range(3):
         wait_until(lambda: is_idle(ends[2]), "the connection is idle")
         assert_pulls(ends)
-    assert len(threads("kv-tcp-serve")) == 1
+    wait_until(lambda: len(threads("kv-tcp-serve")) == 1, "the server is rid of the others")
+
+
+def test_a_request_that_is_stopped_while_it_is_sent_is_not_answered_into_the_next(
+    ends: tuple[Rank, LocalPeer, Peer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank, _, way = ends
+    wait_until(lambda: is_idle(way), "the connection is idle")
+    with monkeypatch.context() as patch:
+        send = kv_transfer.tcp_line._send_at_once
+
+        def stop(sock: socket.socket, data: bytes) -> bool:
+            rank.transport._pulls.stop_all(None, FailureReason.TIMEOUT, "stopped")  # type: ignore[attr-defined]
+            return send(sock, data)
+
+        patch.setattr(kv_transfer.tcp_line, "_send_at_once", stop)
+        assert rank.pull(way, BLOCKS[:1], BLOCKS[:1]).wait().reason is FailureReason.TIMEOUT
+    rank.memory.blocks[:] = 0xA5
+    assert rank.pull(way, BLOCKS[1:], BLOCKS[1:]).wait().reason is None
+    assert (rank.memory.blocks[0] == 0xA5).all()
+    assert_pulls(ends)
 
 
 def test_an_idle_connection_that_the_server_ends_is_given_up(
@@ -89,19 +109,6 @@ def test_an_idle_connection_that_the_server_ends_is_given_up(
         second = ends[0].connect(ends[1])
         wait_until(lambda: threads("kv-tcp-pull") == before, "the thread of the second way has ended")
     assert_pulls((ends[0], ends[1], second))
-
-
-def test_a_request_that_meets_an_ended_connection_opens_another(
-    ends: tuple[Rank, LocalPeer, Peer], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As where the thread is not awake yet."""
-    wait_until(lambda: is_idle(ends[2]), "the connection is idle")
-    with monkeypatch.context() as patch:
-        for module in (kv_transfer.tcp_line, kv_transfer.tcp_connections):
-            patch.setattr(module, "is_ended", lambda _: True)
-        assert_pulls(ends)
-    wait_until(lambda: len(threads("kv-tcp-serve")) == 1, "the server is rid of the first one")
-    assert_pulls(ends)
 
 
 def test_connections_end_when_they_have_been_idle(monkeypatch: pytest.MonkeyPatch) -> None:
