@@ -123,14 +123,16 @@ class Simulation:
     def check(self) -> None:
         taken = NOTHING
         for router in self.routers.values():
-            router.lease.check_integrity()
             taken = taken.plus(self.limits.bounded(router.lease.taken))
         for limit, used in zip(self.limits, taken, strict=True):
             assert limit is None or used <= limit, f"{taken} of {self.limits} at {self.now:.4f}"
         self.figures.most = Amounts(*map(max, self.figures.most, taken))
         self._num_checks += 1
-        if self.ledger is not None and self._num_checks % 8 == 0:
-            self.ledger.check_integrity()
+        if self._num_checks % 16 == 0:
+            for router in self.routers.values():
+                router.lease.check_integrity()
+            if self.ledger is not None:
+                self.ledger.check_integrity()
 
     # ---- the network ----
 
