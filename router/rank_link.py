@@ -329,7 +329,7 @@ class RankLink:
         """What `ranks` is to say of this one, after a change of it."""
         if self.is_open:
             self._ranks.update(self.row, self.load, self._num_new_sequences, self._num_new_tokens)
-            num_left = num_step_tokens_left(self.record, self.load, self._num_new_tokens)
+            num_left = num_step_tokens_left(self.record, self.load, self._num_new_sequences, self._num_new_tokens)
             self._ranks.set_room(self.row, self.room, num_left)
 
     @property

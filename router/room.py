@@ -8,8 +8,11 @@ from rank_scheduler.messages import RankLoad
 from router.control_messages import RankRecord
 
 NUM_STEPS_AHEAD = 2
-"""A rank is given a long prompt when what it has to compute takes fewer steps than this: one is under way, and one
-begins before the router can hear that it has. More would wait there in vain, where it cannot go anywhere else.
+"""A rank is given a prompt of any length when what it has to compute takes fewer steps than this: one is under way, and
+one begins before the router can hear that it has. More would wait there in vain, where it cannot go anywhere else.
+
+Where one sequence gets a limited part of a step, it is given the next long one when the last part of the one before is
+under way: two at a time would make steps longer for all others, and nothing faster.
 """
 
 
@@ -35,18 +38,16 @@ def room(record: RankRecord, load: RankLoad, num_unseen_sequences: int, num_unse
     if num_sequences >= record.max_num_seqs:
         return Room.NONE
     num_tokens = load.num_waiting_tokens + num_unseen_tokens
-    if num_tokens < NUM_STEPS_AHEAD * _most_of_one(record):
+    limit = record.long_prefill_token_threshold or NUM_STEPS_AHEAD * record.max_num_batched_tokens
+    if num_tokens < limit:
         return Room.PROMPT
-    return Room.STEP if num_step_tokens_left(record, load, num_unseen_tokens) > 0 else Room.SLOT
+    is_left = num_step_tokens_left(record, load, num_unseen_sequences, num_unseen_tokens) > 0
+    return Room.STEP if is_left else Room.SLOT
 
 
-def num_step_tokens_left(record: RankRecord, load: RankLoad, num_unseen_tokens: int) -> int:
+def num_step_tokens_left(record: RankRecord, load: RankLoad, num_unseen_sequences: int, num_unseen_tokens: int) -> int:
     """How long a prompt may be that goes beside those in progress: its next step has room for it, if not for all."""
-    num_left = record.max_num_batched_tokens - load.num_step_tokens - num_unseen_tokens
-    return min(num_left, NUM_STEPS_AHEAD * _most_of_one(record))
-
-
-def _most_of_one(record: RankRecord) -> int:
-    """How many tokens of a prompt one step computes."""
-    most = record.max_num_batched_tokens
-    return min(record.long_prefill_token_threshold or most, most)
+    most_of_one = record.long_prefill_token_threshold or record.max_num_batched_tokens
+    num_unseen = min(num_unseen_tokens, num_unseen_sequences * most_of_one)
+    num_left = record.max_num_batched_tokens - load.num_step_tokens - num_unseen
+    return min(num_left, NUM_STEPS_AHEAD * most_of_one)

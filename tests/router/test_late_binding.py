@@ -49,15 +49,16 @@ def test_room_ends_with_slots_and_with_two_steps_of_prompt_tokens() -> None:
     record = RankRecord("m/0", "m", "b", "h", 1, 1, "n", 4096, 4, 100, 16, max_num_batched_tokens=100)
     busy, full = RankLoad(num_running=1), RankLoad(num_running=1, num_step_tokens=100)
     assert room(record, RankLoad(), 0, 0) is Room.ANYTHING
-    assert room(record, busy, 0, 100 * NUM_STEPS_AHEAD - 1) is Room.PROMPT
-    assert room(record, busy, 0, 100 * NUM_STEPS_AHEAD) is Room.SLOT
+    assert room(record, busy, 2, 100 * NUM_STEPS_AHEAD - 1) is Room.PROMPT
+    assert room(record, busy, 2, 100 * NUM_STEPS_AHEAD) is Room.SLOT
     assert room(record, full, 0, 0) is Room.PROMPT
     capped = msgspec.structs.replace(record, long_prefill_token_threshold=20)
-    assert room(capped, busy, 0, 20 * NUM_STEPS_AHEAD - 1) is Room.PROMPT
-    assert room(capped, busy, 0, 20 * NUM_STEPS_AHEAD) is Room.STEP
-    assert num_step_tokens_left(capped, busy, 0) == 20 * NUM_STEPS_AHEAD
+    assert room(capped, busy, 1, 19) is Room.PROMPT
+    assert room(capped, busy, 1, 20) is Room.STEP
+    assert num_step_tokens_left(capped, busy, 4, 900) == 100 - 4 * 20, "a step takes no more of each"
+    assert num_step_tokens_left(capped, busy, 0, 0) == 20 * NUM_STEPS_AHEAD
     long = RankLoad(num_running=2, num_waiting_tokens=900, num_step_tokens=30)
-    assert (room(record, long, 1, 69), num_step_tokens_left(record, long, 69)) == (Room.STEP, 1)
+    assert (room(record, long, 1, 69), num_step_tokens_left(record, long, 1, 69)) == (Room.STEP, 1)
     assert room(record, long, 1, 70) is Room.SLOT
     assert room(record, RankLoad(num_running=1, num_waiting=1, num_deferred=1), 0, 0) is Room.PROMPT
     assert room(record, RankLoad(num_running=1, num_waiting=1, num_deferred=1), 1, 0) is Room.NONE
