@@ -1,10 +1,12 @@
 """A request's way in and out: OpenAI-compatible HTTP, admission, placement, dispatch to ranks, streams.
 
-Owns: the HTTP surface (`http_api`, around it `http_edge` with `timed_send`) and `/metrics` (`metrics`), validation
-(`protocol`, `output_format`), text and tokens (`tokenizer`, `detokenizer`, `token_lengths`), the router's side of the
-queue limits (`control_link`, `lease`; who gets what of them is for the `ledger`, which the control actor runs), one
-connection per rank (`rank_pool`, `rank_link`; `peer` keeps connections), what each rank has in its prefix cache
-(`prefix_index`) and the life of each request (`request_flow`, with `preparation` before and `sequences` on the ranks).
+Owns: the HTTP surface (`http_api`, around it `http_edge` with `timed_send`, `api_keys`, `request_headers` and
+`access_log`; `idempotency` with `shared_answer`), what routers ask each other (`inquiries`), `/metrics` (`metrics`),
+validation (`protocol`, `output_format`), text and tokens (`tokenizer`, `detokenizer`, `token_lengths`), the router's
+side of the queue limits (`control_link`, `lease`; who gets what of them is for the `ledger`, which the control actor
+runs), one connection per rank (`rank_pool`, `rank_link`; `peer` keeps connections), what each rank has in its prefix
+cache (`prefix_index`) and the life of each request (`request_flow`, with `preparation` before and `sequences` on the
+ranks).
 `service` puts these together.
 
 Concurrency: one event loop, and two worker threads beside it: one encodes and decodes long texts, so that a large

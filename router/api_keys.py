@@ -36,13 +36,16 @@ class ApiKeys:
     def __init__(self, keys: Sequence[ApiKey]) -> None:
         self._keys = tuple(keys)
 
-    def check(self, path: str, authorization: bytes | None) -> ApiKey | None:
-        """The key in the header `authorization`; None where none is needed. Raises ApiError.
+    def check(self, path: str, authorization: bytes | None, x_api_key: bytes | None = None) -> ApiKey | None:
+        """The key in the header `authorization`, or in `x-api-key`, as Anthropic's clients send it; None where none is
+        needed. Raises ApiError.
 
         How long it takes does not depend on which key it is, nor on how much of one is right.
         """
         if not self._keys or path in OPEN_PATHS:
             return None
+        if authorization is None and x_api_key is not None:
+            authorization = b"Bearer " + x_api_key
         scheme, _, key = (authorization or b"").partition(b" ")
         presented = hashlib.sha256(key.strip()).hexdigest()
         found: ApiKey | None = None

@@ -160,7 +160,8 @@ class HttpEdge:
             error = ApiError(Cause.URL_TOO_LONG, f"url: has {num_bytes} bytes; ask with up to {MAX_URL_BYTES}")
             raise _Refused(error)
         try:
-            api_key = self._api_keys.check(scope["path"], single(headers, "authorization"))
+            authorization, x_api_key = single(headers, "authorization"), single(headers, "x-api-key")
+            api_key = self._api_keys.check(scope["path"], authorization, x_api_key)
             announced = single(headers, "content-length") or b"0"
         except ApiError as refusal:
             raise _Refused(refusal) from None

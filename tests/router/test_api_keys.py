@@ -98,6 +98,8 @@ async def test_all_routes_but_those_for_looking_after_it_ask_for_one(tmp_path: P
         check_error(response, 400, "invalid_request", "authorization", "give it once")
         assert (await client.get("/v1/models", headers=bearer("secret-3"))).status_code == 200
         assert (await client.get("/nowhere", headers=bearer("secret-3"))).status_code == 404
+        assert (await client.get("/v1/models", headers={"x-api-key": "secret-1"})).status_code == 200
+        check_error(await client.get("/v1/models", headers={"x-api-key": "wrong"}), 401, "invalid_api_key")
 
 
 @in_loop
