@@ -128,7 +128,10 @@ async def test_a_request_waits_for_a_rank_to_come(tmp_path: Path) -> None:
         victim.kill()
         await until(lambda: not cluster.service.pool.links)
         explained = (await cluster.client.get(f"/v1/requests/{first.submit.request_id}/explain")).json()
-        assert "waits for a rank with room: 1 known, 0 connected" in json.dumps(explained)
+        (sequence,) = explained["sequences"]
+        assert (sequence["figures"]["num_ranks_known"], sequence["figures"]["num_ranks_connected"]) == (1, 0)
+        assert "any rank for its whole part: there is none" in sequence["message"]
+        assert "it goes as a move" in sequence["message"]
         replacement = FakeRank(0, victim.reply)
         record = await replacement.start()
         cluster.ranks.append(replacement)
