@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,7 +29,7 @@ class Engine:
         *,
         num_blocks: int | None = None,
         max_model_len: int | None = None,
-        **setup: object,
+        **setup: Any,
     ) -> None:
         """`num_blocks` and `max_model_len` may lower what the runner has, to force preemption; `setup` goes on."""
         capacity = runner.load()
@@ -61,12 +62,13 @@ class Engine:
         prompt: list[int],
         max_tokens: int = 8,
         owner: int = 0,
-        fields: dict[str, object] | None = None,
-        **sampling: object,
+        fields: dict[str, Any] | None = None,
+        **sampling: Any,
     ) -> None:
         """`fields` are those of `Submit`, `sampling` those of `SamplingParams`."""
-        params = {"seed": request_id, "max_tokens": max_tokens, "temperature": 0.0, "ignore_eos": True} | sampling
-        options = {"request_id": f"r{request_id}"} | (fields or {})
+        params: dict[str, Any] = {"seed": request_id, "max_tokens": max_tokens, "temperature": 0.0}
+        params |= {"ignore_eos": True, **sampling}
+        options: dict[str, Any] = {"request_id": f"r{request_id}"} | (fields or {})
         message = Submit(request_id, np.array(prompt, "<i4").tobytes(), SamplingParams(**params), **options)
         self.scheduler.add(owner, message, self.now)
 

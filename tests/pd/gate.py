@@ -31,7 +31,7 @@ class Gate:
         def pull(transport: KvTransport, peer: Peer, remote: BlockIds, local: BlockIds, *rest: Any) -> Transfer:
             return gate.pull(transport, peer, remote, local, *rest)
 
-        kind.pull = pull  # type: ignore[method-assign]
+        kind.pull = pull  # type: ignore[method-assign, assignment]
 
     @property
     def num_waiting(self) -> int:

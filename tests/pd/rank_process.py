@@ -34,7 +34,7 @@ def serve(options: dict[str, Any], connection: Connection) -> None:
         most_loads = max(most_loads, sum(isinstance(order, LoadBlocks) for order in metadata))
         start_load_kv(worker, metadata)
 
-    PullWorker.start_load_kv = count_loads  # type: ignore[method-assign]
+    PullWorker.start_load_kv = count_loads  # type: ignore[method-assign, assignment]
     scheduler = SchedulerConfig(**options["scheduler"])
     cache = CacheConfig(**options["cache"])
     model_dir = Path(options["model_dir"])
