@@ -41,16 +41,27 @@ class _Turns:
     """Among equals, the next one after the last."""
 
     def __init__(self) -> None:
-        self._last_row = -1
+        self._last_row: int | None = None
 
-    def least(self, scores: NDArray[np.float64], rows: NDArray[np.intp]) -> int:
-        at = int(rows.searchsorted(self._last_row, side="right")) % len(rows)
+    def next(self, candidates: Candidates) -> int:
+        """Whose turn it is, however the candidates change."""
+        rows = candidates.rows
+        if self._last_row is None:
+            index = candidates.table.first_turn % len(rows)
+        else:
+            index = int(rows.searchsorted(self._last_row, side="right")) % len(rows)
+        self._last_row = int(rows[index])
+        return index
+
+    def least(self, scores: NDArray[np.float64], candidates: Candidates) -> int:
+        """The first one of those with the lowest score."""
+        at = self.next(candidates)
         index = at + int(scores[at:].argmin())
         if at:
             before = int(scores[:at].argmin())
             if scores[before] < scores[index]:
                 index = before
-        self._last_row = int(rows[index])
+        self._last_row = int(candidates.rows[index])
         return index
 
 
@@ -58,13 +69,10 @@ class RoundRobin:
     """`round_robin`; each leg has turns of its own."""
 
     def __init__(self) -> None:
-        self._last_rows = dict.fromkeys(Leg, -1)
+        self._turns = {leg: _Turns() for leg in Leg}
 
     def choose(self, wanted: Wanted, candidates: Candidates) -> int:
-        # Whoever comes next after the last one, however the candidates change.
-        index = int(candidates.rows.searchsorted(self._last_rows[wanted.leg], side="right")) % len(candidates)
-        self._last_rows[wanted.leg] = int(candidates.rows[index])
-        return index
+        return self._turns[wanted.leg].next(candidates)
 
 
 class LeastLoaded:
@@ -74,7 +82,7 @@ class LeastLoaded:
         self._turns = _Turns()
 
     def choose(self, wanted: Wanted, candidates: Candidates) -> int:
-        return self._turns.least(candidates.table.work[candidates.at], candidates.rows)
+        return self._turns.least(candidates.table.work[candidates.at], candidates)
 
 
 class Prefix:
@@ -101,7 +109,7 @@ class Prefix:
         lacking = uncached - table.num_free_tokens[at]
         if lacking.max() > 0.0:
             scores += SHORTAGE_FACTOR * table.prefill_s_per_token[at] * np.maximum(lacking, 0.0)
-        index = self._turns.least(scores, candidates.rows)
+        index = self._turns.least(scores, candidates)
         if wanted.may_wait and len(candidates.suitable) > len(candidates):
             num_saved = float(uncached[index] - every_uncached[candidates.suitable].min())
             if wanted.waited_s < worth_waiting_s(num_saved, float(s_per_token[index])):

@@ -61,7 +61,7 @@ class RankPool:
         self._links: dict[str, RankLink] = {}
         self.prefixes = PrefixIndex()
         """What each connected rank has in its cache."""
-        self.ranks = RankTable()
+        self.ranks = RankTable(name)
         """The figures of each connected rank."""
         self._links_by_row: dict[int, RankLink] = {}
         self.dispatcher = Dispatcher(
@@ -178,6 +178,7 @@ class RankPool:
         for link in self._links.values():
             link.check_integrity()
         self.prefixes.check_integrity()
+        self.ranks.check_integrity()
         self.dispatcher.check_integrity()
 
     async def _keep(self, record: RankRecord) -> None:

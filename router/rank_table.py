@@ -9,6 +9,7 @@ comes from the ranks' own frames, so several routers know much the same without 
 from __future__ import annotations
 
 import hashlib
+import zlib
 from collections.abc import Sequence
 from typing import overload
 
@@ -42,7 +43,10 @@ _FIRST_CAPACITY = 16
 class RankTable:
     """Mutable state: the columns, by row. A row without a rank is no member and has no room."""
 
-    def __init__(self) -> None:
+    def __init__(self, router: str = "") -> None:
+        """`router`: whose it is."""
+        self.first_turn = zlib.crc32(router.encode())
+        """With whom, among equals, this router begins: not all with the same one."""
         self.records: dict[int, RankRecord] = {}
         self._rows: dict[str, int] = {}
         """By rank id; of two with the same one, of which the older is about to go, the newer."""
@@ -219,6 +223,21 @@ class RankTable:
             float(self.prefill_s_per_token[row]),
             float(self.lag[row]),
         )
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless the columns say what the figures do."""
+        known = self.records.keys()
+        assert known == self._loads.keys() == self._unseen.keys() == self._rates.keys(), "figures of other ranks"
+        assert set(np.flatnonzero(self._is_member).tolist()) <= known, "a row without a rank is a member"
+        assert set(self._rows.values()) <= known, "a rank is known by name only"
+        for row, load in self._loads.items():
+            num_unseen, num_tokens = self._unseen[row]
+            assert self._num_queued_tokens[row] == load.num_waiting_tokens + num_tokens, f"row {row}: queued tokens"
+            there = load.num_running + load.num_waiting + load.num_deferred + num_unseen
+            assert self._num_sequences[row] == there, f"row {row}: sequences"
+        work = self._num_queued_tokens + TOKENS_PER_SEQUENCE * self.lag * (self._num_sequences + 1)
+        waits_agree = np.allclose(self.wait_s[rows := list(known)], (work * self.prefill_s_per_token)[rows])
+        assert waits_agree, "waits are not those of the work"
 
     def _on_news(self) -> None:
         # As often as each rank has something new, so that it costs each frame little.

@@ -59,6 +59,7 @@ def chosen(policy: PlacementPolicy, ranks: RankTable, what: Wanted | None = None
     what = what or wanted()
     candidates = ranks.candidates(what.leg, falls_back=False)
     index = policy.choose(what, candidates)
+    ranks.check_integrity()
     return None if index is None else int(candidates.rows[index])
 
 
@@ -87,6 +88,18 @@ def test_equals_take_turns(policy: PlacementPolicy) -> None:
     rows = [chosen(policy, ranks) for _ in range(6)]
     assert sorted(rows[:3]) == [0, 1, 2]
     assert rows[:3] == rows[3:]
+
+
+def test_routers_do_not_all_begin_with_the_same_rank() -> None:
+    def first(router: str) -> int | None:
+        ranks = RankTable(router)
+        for row in range(64):
+            ranks.add(row, record(row))
+        return chosen(Prefix(), ranks)
+
+    firsts = [first(f"router-{number}") for number in range(8)]
+    assert len(set(firsts)) >= 6
+    assert first("router-0") == firsts[0]
 
 
 def test_round_robin_goes_on_where_it_was_when_ranks_come_and_go() -> None:
