@@ -6,8 +6,6 @@ HTTP proxy → FastAPI ingress → handle of an engine that yields a token per r
 Ray of its own; prints the HTTP port and the ids of the processes that serve, as JSON, and ends with its input.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -20,8 +18,6 @@ os.environ |= {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_AUTH_MODE": "disabled",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    # A busy machine takes long to start one.
-    "RAY_raylet_start_wait_time_s": "180",
 }
 os.environ.pop("RAY_ADDRESS", None)
 

@@ -30,8 +30,8 @@ from router.control_messages import RankRecord, Register
 
 SECRET = b"a secret of the benchmarks, 32 b."
 HOST = "127.0.0.1"
-TOKEN = 104
-"""A letter, for whoever takes bytes for tokens."""
+TOKEN = 71
+"""The letter h, as `benchmarks.token_router` has it."""
 
 
 class TokenRank:
