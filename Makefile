@@ -14,7 +14,7 @@ serve: .venv/.serve-installed .venv/.extensions-built
 	@exec $(BIN)/serried serve --port $(PORT) $(ARGS)
 
 test: .venv/.dev-installed .venv/.extensions-built
-	$(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder
+	$(BIN)/python -m pytest
 
 # The scheduler's random days, tens of minutes on all cores; `make test` runs their first hours only.
 soak: .venv/.dev-installed .venv/.extensions-built

@@ -9,12 +9,16 @@ frequency and the presence penalty, over the output.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
+import numpy.typing as npt
 
 from rank_scheduler.messages import SamplingParams
-from rank_scheduler.plan import Int32Array
+from rank_scheduler.plan import BoolArray, Int32Array
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,10 +29,10 @@ class LogitRules:
     repetition_penalty: float
     frequency_penalty: float
     presence_penalty: float
-    bias_ids: torch.Tensor
-    biases: torch.Tensor
-    refused: torch.Tensor | None
-    """Bool [vocab_size], True where a token is never allowed."""
+    bias_ids: npt.NDArray[np.int64]
+    biases: npt.NDArray[np.float32]
+    refused: BoolArray | None
+    """Shape [vocab_size], True where a token is never allowed."""
     bad_words: tuple[Int32Array, ...]
 
     @classmethod
@@ -41,27 +45,29 @@ class LogitRules:
         ids = [token for token, _ in sampling.logit_bias]
         refused = None
         if sampling.allowed_token_ids:
-            refused = torch.ones(vocab_size, dtype=torch.bool)
-            refused[torch.tensor(sampling.allowed_token_ids)] = False
+            refused = np.ones(vocab_size, np.bool_)
+            refused[list(sampling.allowed_token_ids)] = False
         return cls(
             num_prompt_tokens,
             *penalties,
-            torch.tensor(ids, dtype=torch.int64),
-            torch.tensor([bias for _, bias in sampling.logit_bias], dtype=torch.float32),
+            np.array(ids, np.int64),
+            np.array([bias for _, bias in sampling.logit_bias], np.float32),
             refused,
             tuple(np.array(word, np.int32) for word in sampling.bad_words),
         )
 
     def apply(self, logits: torch.Tensor, token_ids: Int32Array) -> None:
         """Change `logits` [vocab_size], float32, of the token that follows `token_ids` [n]."""
+        import torch  # a batch knows of rules, and some runners have no torch
+
         device = logits.device
         if self.refused is not None:
-            logits.masked_fill_(self.refused.to(device), float("-inf"))
+            logits.masked_fill_(torch.from_numpy(self.refused).to(device), float("-inf"))
         for word in self.bad_words:
             if _ends_with(token_ids, word[:-1]):
                 logits[int(word[-1])] = float("-inf")
         if len(self.bias_ids):
-            logits.index_add_(0, self.bias_ids.to(device), self.biases.to(device))
+            logits.index_add_(0, torch.from_numpy(self.bias_ids).to(device), torch.from_numpy(self.biases).to(device))
         if self.repetition_penalty != 1:
             seen = torch.from_numpy(np.unique(token_ids).astype(np.int64)).to(device)
             values = logits[seen]

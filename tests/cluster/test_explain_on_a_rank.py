@@ -64,24 +64,24 @@ async def test_a_waiting_request_is_explained_through_router_and_rank(tmp_path: 
                 await starting
             await until(lambda: len(cluster.service.pool.links) == 1)
             link = cluster.service.pool.links[0]
-            runs = asyncio.create_task(cluster.complete("first", max_tokens=240, ignore_eos=True))
-            await until(lambda: link.num_live == 1)
+            # Choices of one prompt go to a rank together, though there is one slot only.
+            answer = asyncio.create_task(cluster.complete("second", n=2, max_tokens=240, ignore_eos=True))
+            await until(lambda: link.num_live == 2)
             runner.permits.release(3)
             await until(lambda: link.load.num_running == 1)
-            waits = asyncio.create_task(cluster.complete("second", max_tokens=2, ignore_eos=True))
-            await until(lambda: link.num_live == 2)
-            (request_id,) = [flow.request_id for flow in cluster.service._flows if flow.num_prompt_tokens == 6]
+            (request_id,) = [flow.request_id for flow in cluster.service._flows]
             stepping = asyncio.create_task(runner.go_on())  # a rank answers between two steps
             body = (await cluster.client.get(f"/v1/requests/{request_id}/explain")).json()
             stepping.cancel()
-            (sequence,) = body["sequences"]
-            assert (body["id"], body["ranks"], sequence["rank"]) == (request_id, ["mixed/3"], "mixed/3")
+            assert (body["id"], body["ranks"]) == (request_id, ["mixed/3"])
+            running_one, sequence = sorted(body["sequences"], key=lambda each: each["state"])
+            assert (running_one["state"], running_one["rank"]) == ("running", "mixed/3")
             assert (sequence["state"], sequence["position"], sequence["num_prompt_tokens"]) == ("waiting", 0, 6)
             assert sequence["reason"] in ("new", "slots")  # the latter once a step has been planned since it came
             assert sequence["message"]
-            assert sequence["timeline"][0]["at_s"] == 0
+            assert running_one["timeline"][0]["at_s"] == 0 <= sequence["timeline"][0]["at_s"]
             runner.permits.release(1000)
-            assert [answer.status_code for answer in await asyncio.gather(runs, waits)] == [200, 200]
+            assert (await answer).status_code == 200
         finally:
             runner.permits.release(1000)
             await asyncio.to_thread(server.stop)

@@ -136,16 +136,16 @@ def endless(served: Served, name: str) -> Iterator[None]:
         lines.close()
 
 
-def until_waiting(served: Served, name: str, reason: str) -> dict:
-    """The explanation of a request once it waits for this reason; at first no step has looked at it."""
+def until_waiting(served: Served, name: str, num_before: int) -> dict:
+    """The explanation of a request once it waits in the router for room, with so many before it."""
     found: dict = {}
 
     def is_so() -> bool:
         nonlocal found
         found = explain(served, f"cmpl-{name}")
-        return (found["state"], found.get("reason")) == ("waiting", reason)
+        return found["state"] == "in_router" and found["figures"].get("num_before") == num_before
 
-    wait_for(is_so, 30, lambda: f"{name} waits for {reason}; it is {found}")
+    wait_for(is_so, 30, lambda: f"{name} waits behind {num_before}; it is {found}")
     return found
 
 
@@ -229,8 +229,9 @@ def test_a_high_priority_overtakes_a_full_rank(small: Served) -> None:
         background.start(name, prompt=prompt, max_tokens=48, priority=10)
 
     def is_full() -> bool:
-        load = rank(small)["load"]
-        return (load["num_running"], load["num_waiting"]) == (MAX_NUM_SEQS, 1)
+        text = httpx.get(f"{small.base_url}/metrics", timeout=30).text
+        num_waiting = metric(text, "serried_router_waiting")['{of="requests"}']
+        return (rank(small)["load"]["num_running"], num_waiting) == (MAX_NUM_SEQS, 1)
 
     wait_for(is_full, 30, lambda: f"full; {rank(small)}")
     assert rank(small)["load"]["num_blocks"] == NUM_BLOCKS - 1
@@ -259,14 +260,13 @@ def test_a_waiting_request_is_explained_and_an_ended_one_remembered(small: Serve
     background = Background(small)
     with endless(small, "first"), endless(small, "second"):
         background.start("third", prompt="Water boils at", max_tokens=2)
-        waiting = until_waiting(small, "third", "slots")
+        waiting = until_waiting(small, "third", 0)
         background.start("fourth", prompt="Water boils at", max_tokens=2)
-        behind = until_waiting(small, "fourth", "behind")
+        behind = until_waiting(small, "fourth", 1)
         running = explain(small, "cmpl-first")
-    assert waiting["rank"] == behind["rank"] == rank(small)["rank_id"]
-    assert (waiting["figures"]["num_active"], waiting["figures"]["limit"]) == (MAX_NUM_SEQS, MAX_NUM_SEQS)
-    assert f"{MAX_NUM_SEQS} of {MAX_NUM_SEQS}" in waiting["message"]
-    assert (waiting["position"], behind["position"]) == (0, 1)
+    assert waiting["reason"] == behind["reason"] == "placement"
+    assert "waits for room on one of 1 ranks" in waiting["message"]
+    assert "1 before it" in behind["message"]
     assert (running["state"], running["reason"]) == ("running", "")
     assert running["num_generated_tokens"] >= 1
     background.join()
