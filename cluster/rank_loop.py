@@ -88,6 +88,14 @@ class HandedOff:
 
 
 @dataclass(frozen=True, slots=True)
+class Kept:
+    """Nobody can go on with these yet, which were handed off."""
+
+    owner: int
+    ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
 class OwnerLost:
     """A router's connection closed: nobody waits for its requests any more."""
 
@@ -153,6 +161,7 @@ Event = (
     | Extended
     | Announced
     | Aborted
+    | Kept
     | HandedOff
     | OwnerLost
     | Asked
@@ -377,6 +386,8 @@ class RankLoop:
                 scheduler.hand_off(owner, request_id, now)
                 if self._grammar_compiler is not None:
                     self._grammar_compiler.cancel(owner, request_id)
+            case Kept(owner, ids):
+                scheduler.keep(owner, ids)
             case OwnerLost(owner):
                 scheduler.drop_owner(owner, now)
                 self._prefixes.drop(owner)

@@ -33,6 +33,7 @@ from cluster.rank_loop import (
     HandedOff,
     IdlenessAsked,
     IntegrityCheck,
+    Kept,
     OwnerLost,
     PauseRequested,
     PrefixesAsked,
@@ -53,6 +54,7 @@ from rank_scheduler.messages import (
     Explain,
     Extend,
     HandOff,
+    Keep,
     KvTransferLoad,
     LeavingHeard,
     Prefetch,
@@ -155,6 +157,7 @@ class RankServer:
             node_id=node_id,
             max_model_len=capacity.max_model_len,
             max_num_seqs=config.active_seqs_limit,
+            max_num_inflight_kv_loads=(config.max_num_inflight_kv_loads or 0) if role is PoolRole.DECODE else 0,
             max_num_batched_tokens=config.num_scheduled_tokens_limit,
             long_prefill_token_threshold=config.long_prefill_token_threshold if config.enable_chunked_prefill else 0,
             num_blocks=capacity.num_blocks - 1,
@@ -374,6 +377,8 @@ class RankServer:
                 self._loop.post(Aborted(owner, message.id))
             case HandOff():
                 self._loop.post(HandedOff(owner, message.id))
+            case Keep():
+                self._loop.post(Kept(owner, message.ids))
             case LeavingHeard():
                 self._draining.heard(owner)
             case Explain():

@@ -155,6 +155,10 @@ class SchedulerConnector(Protocol):
         """
         ...
 
+    def still_wanted(self, key: RequestKey) -> None:
+        """Somebody will fetch what is kept of this request, which has ended, once a rank has room for it."""
+        ...
+
     def abandoned(self, key: RequestKey) -> None:
         """The request has ended, and nobody will fetch what is kept of it; its `SendFinished` is due all the same."""
         ...

@@ -140,6 +140,12 @@ class LeaseTable:
         lease.deadline = max(lease.deadline, now + self._lease_s)
         return []
 
+    def prolong(self, key: RequestKey, now: float) -> None:
+        """Its reader is not known yet, but will come."""
+        for lease in self._leases.values():
+            if lease.key == key and lease.is_complete:
+                lease.deadline = max(lease.deadline, now + self._lease_s)
+
     def abandon(self, key: RequestKey) -> list[LeaseAction]:
         """Whoever was to read what is kept of this request has gone."""
         leases = [lease for lease in self._leases.values() if lease.key == key and lease.is_complete]

@@ -170,6 +170,10 @@ class MultiScheduler:
             self._kept.append((request.key, frozenset(keepers)))
         return bool(keepers), self._merged(request.key, told)
 
+    def still_wanted(self, key: RequestKey) -> None:
+        for child in self._children:
+            child.still_wanted(key)
+
     def abandoned(self, key: RequestKey) -> None:
         for child in self._children:
             child.abandoned(key)

@@ -72,6 +72,13 @@ class AbandonLease:
 
 
 @dataclass(frozen=True, slots=True)
+class ProlongLease:
+    """Somebody will ask for what is kept of this request, but nobody can yet."""
+
+    key: RequestKey
+
+
+@dataclass(frozen=True, slots=True)
 class HoldTicket:
     """Keep the ticket's lease alive until it is loaded or dropped."""
 
@@ -120,6 +127,7 @@ Order = (
     | VoidLease
     | CompleteLease
     | AbandonLease
+    | ProlongLease
     | HoldTicket
     | LoadBlocks
     | DropTicket

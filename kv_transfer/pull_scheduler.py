@@ -35,6 +35,7 @@ from kv_transfer.pull_orders import (
     LoadBlocks,
     OpenLease,
     Order,
+    ProlongLease,
     PullMetadata,
     ReadyLease,
     RejectParams,
@@ -245,6 +246,9 @@ class PullScheduler:
             return False, None
         self._orders.append(CompleteLease(ticket.remote_lease_id, key, ticket.num_tokens))
         return True, ticket.params()
+
+    def still_wanted(self, key: RequestKey) -> None:
+        self._orders.append(ProlongLease(key))
 
     def abandoned(self, key: RequestKey) -> None:
         self._orders.append(AbandonLease(key))

@@ -135,6 +135,10 @@ class PullServer:
     def complete(self, lease_id: int, key: RequestKey, num_tokens: int) -> None:
         self._act(self._table.complete(lease_id, key, num_tokens, self._now()))
 
+    def prolong(self, key: RequestKey) -> None:
+        """Somebody will ask for what is kept of this request."""
+        self._table.prolong(key, self._now())
+
     def abandon(self, key: RequestKey) -> None:
         """Nobody will ask for what is kept of this request."""
         self._act(self._table.abandon(key))

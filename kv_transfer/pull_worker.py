@@ -33,6 +33,7 @@ from kv_transfer.pull_orders import (
     LoadBlocks,
     OpenLease,
     Order,
+    ProlongLease,
     PullMetadata,
     ReadyLease,
     RejectParams,
@@ -233,6 +234,8 @@ class PullWorker:
             case ReadyLease(lease_id, num_tokens, block_ids):
                 self._server.show(lease_id, block_ids)
                 self._server.advance(lease_id, num_tokens)
+            case ProlongLease(key):
+                self._server.prolong(key)
             case AbandonLease(key):
                 self._server.abandon(key)
             case VoidLease(lease_id, why):

@@ -198,6 +198,9 @@ class StoreScheduler:
         self._orders.append(StoreKept(request.key, block_ids[0][missing], hashes))
         return True, None
 
+    def still_wanted(self, key: RequestKey) -> None:
+        """What is stored waits for nobody."""
+
     def abandoned(self, key: RequestKey) -> None:
         """What is stored is for everybody."""
 

@@ -194,6 +194,12 @@ class HandOff(msgspec.Struct, frozen=True, tag="hand_off"):
     id: Int63
 
 
+class Keep(msgspec.Struct, frozen=True, tag="keep"):
+    """Router → rank: no rank has room yet to go on with these, which were handed off. Others are ignored."""
+
+    ids: list[Int63]
+
+
 class LeavingHeard(msgspec.Struct, frozen=True, tag="leaving_heard"):
     """Router → rank: after `Leaving`; no `Submit` follows on this connection."""
 
@@ -384,5 +390,5 @@ class Explained(msgspec.Struct, frozen=True, tag="explained"):
     """One per sequence of the request on this rank, in order of arrival; empty if none is remembered."""
 
 
-RouterToRank = Submit | Extend | Prefetch | Abort | HandOff | LeavingHeard | Explain | WatchPrefixes
+RouterToRank = Submit | Extend | Prefetch | Abort | HandOff | Keep | LeavingHeard | Explain | WatchPrefixes
 RankToRouter = StepFrame | Explained | PrefixSnapshot | Leaving

@@ -138,6 +138,14 @@ class Scheduler:
         """
         self._end(owner, request_id, FinishReason.HANDOFF, now)
 
+    def keep(self, owner: int, request_ids: list[int]) -> None:
+        """What is kept of these, which were handed off, is wanted still; others are ignored."""
+        for request_id in request_ids:
+            if (key := (owner, request_id)) in self._state.sending:
+                assert self.setup.connector is not None
+                self._is_stuck = False
+                self.setup.connector.still_wanted(key)
+
     def drop_owner(self, owner: int, now: float) -> None:
         """End everything of an owner that is gone; nobody is left to be told."""
         state = self._state

@@ -46,6 +46,8 @@ class RankRecord(msgspec.Struct, frozen=True):
     """What is moved of a block when it is loaded elsewhere; 0: nothing is."""
     max_num_batched_tokens: int = 2048
     """Most tokens of one of its steps."""
+    max_num_inflight_kv_loads: int = 0
+    """So many it takes beyond `max_num_seqs` if their KV is loaded, to have them ready when a slot is free."""
     long_prefill_token_threshold: int = 0
     """Most tokens of one sequence in a step, if it is not alone; 0: no limit."""
 

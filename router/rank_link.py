@@ -20,6 +20,7 @@ from rank_scheduler.messages import (
     Explain,
     Explained,
     HandOff,
+    Keep,
     KvTransferLoad,
     Leaving,
     LeavingHeard,
@@ -47,6 +48,8 @@ logger = logging.getLogger(__name__)
 
 # A rank that is this far behind with reading gets no more for now: half of what would cut its connection.
 MAX_UNSENT_BYTES = MAX_SEND_BUFFER_BYTES // 2
+# So often a rank hears that what it has handed off is wanted still: much less than it keeps that for.
+KEEP_INTERVAL_S = 0.5
 # A rank that leaves keeps what nobody else can take; so often it is looked whether somebody can by now.
 MOVE_INTERVAL_S = 0.5
 
@@ -106,6 +109,9 @@ class RankLink:
         self._num_unseen_tokens = 0
         self._num_held_sequences = 0
         self._num_held_tokens = 0
+        self._kept: set[int] = set()
+        self._keeps: asyncio.TimerHandle | None = None
+        """While something is kept."""
         self._moves: asyncio.TimerHandle | None = None
         """Of a rank that leaves: when others are to go on with what runs there."""
         self._last_frame_at = self._loop.time()
@@ -189,8 +195,19 @@ class RankLink:
         """Another rank is to go on: unless the request ends by itself, its choice hears of a hand-off."""
         self._connection.send(self._encoder.encode(HandOff(request_id)))
 
+    def keep(self, request_id: int) -> None:
+        """The KV of this one, which was handed off, is to be kept, until `let_go` or `abandon`."""
+        self._kept.add(request_id)
+        if self._keeps is None and self.is_open:
+            self._keeps = self._loop.call_later(KEEP_INTERVAL_S, self._keep)
+
+    def let_go(self, request_id: int) -> None:
+        """Somebody fetches it now, and says himself that he does."""
+        self._kept.discard(request_id)
+
     def abandon(self, request_id: int) -> None:
         """Nobody will fetch the KV of this one, which was handed off."""
+        self._kept.discard(request_id)
         self._connection.send(self._encoder.encode(Abort(request_id)))
 
     async def explain(self, request_id: str, timeout_s: float) -> RankAnswer:
@@ -321,6 +338,11 @@ class RankLink:
             choice.leave()
         self._moves = self._loop.call_later(MOVE_INTERVAL_S, self._move_live)
 
+    def _keep(self) -> None:
+        self._keeps = None
+        if self._kept and self._connection.send(self._encoder.encode(Keep(sorted(self._kept)))):
+            self._keeps = self._loop.call_later(KEEP_INTERVAL_S, self._keep)
+
     def _cut_malformed(self, what: str) -> None:
         self._count(PeerFault.MALFORMED)
         self._connection.abort(f"rank {self.record.rank_id} sent {what}")
@@ -369,8 +391,9 @@ class RankLink:
 
     def _on_closed(self, closed: asyncio.Future[str]) -> None:
         self._watch.cancel()
-        if self._moves is not None:
-            self._moves.cancel()
+        for timer in (self._moves, self._keeps):
+            if timer is not None:
+                timer.cancel()
         self._prefixes.forget(self.record.boot_id)
         self._ranks.forget(self.row)
         live, self._live = self._live, {}

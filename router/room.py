@@ -36,7 +36,7 @@ def room(record: RankRecord, load: RankLoad, num_unseen_sequences: int, num_unse
     if num_sequences == 0:
         return Room.ANYTHING
     if num_sequences >= record.max_num_seqs:
-        return Room.NONE
+        return Room.SLOT if num_sequences < record.max_num_seqs + record.max_num_inflight_kv_loads else Room.NONE
     num_tokens = load.num_waiting_tokens + num_unseen_tokens
     limit = record.long_prefill_token_threshold or NUM_STEPS_AHEAD * record.max_num_batched_tokens
     if num_tokens < limit:

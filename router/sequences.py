@@ -283,11 +283,22 @@ class Sequences:
 
     async def _move(self, sequence: _Sequence, placing: Placing, end: End, handed_off_at: float) -> None:
         try:
-            link = await self._pool.dispatcher.place(placing)
+            link = await self._place_kept(sequence, placing)
         except ApiError as error:
             sequence.choice.fail(error)
         else:
             self._go_on(sequence, link, end, handed_off_at)
+
+    async def _place_kept(self, sequence: _Sequence, placing: Placing) -> RankLink:
+        """Its KV does not expire meanwhile."""
+        if sequence.kept is None:
+            return await self._pool.dispatcher.place(placing)
+        holder, id_there = sequence.kept
+        holder.keep(id_there)
+        try:
+            return await self._pool.dispatcher.place(placing)
+        finally:
+            holder.let_go(id_there)
 
     def _go_on(self, sequence: _Sequence, link: RankLink, end: End, handed_off_at: float) -> None:
         params = end.kv_transfer_params

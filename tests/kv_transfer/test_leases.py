@@ -53,6 +53,17 @@ def test_an_abandoned_lease_ends_with_one_send(table: LeaseTable) -> None:
     table.check_integrity()
 
 
+def test_one_whose_reader_is_not_known_yet_is_prolonged(table: LeaseTable) -> None:
+    table.prolong(KEY, 0.0)
+    completed(table)
+    table.prolong((1, 8), 100.0)
+    table.prolong(KEY, 20.0)
+    table.prolong(KEY, 10.0)
+    assert table.expire(20.0 + LEASE_S - 0.1) == []
+    assert table.expire(20.0 + LEASE_S) == [SendFinished(KEY)]
+    table.prolong(KEY, 60.0)
+
+
 def test_an_open_lease_has_no_clock(table: LeaseTable) -> None:
     assert table.expire(1e9) == []
     completed(table, now=1e9)

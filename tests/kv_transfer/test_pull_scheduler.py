@@ -24,6 +24,7 @@ from kv_transfer.pull_orders import (
     LoadBlocks,
     OpenLease,
     Order,
+    ProlongLease,
     ReadyLease,
     RejectParams,
     VoidLease,
@@ -134,6 +135,8 @@ def test_a_request_that_was_to_stay_hands_off_what_it_has(params: Any, shows: bo
     assert (opened, completed) == (OpenLease(1, (1, 1)), CompleteLease(1, (1, 1), 12))
     assert isinstance(ready, ReadyLease)
     assert (ready.lease_id, ready.num_tokens, ready.block_ids.shape) == (1, 12, (2, 3 if shows else 0))
+    scheduler.still_wanted((1, 1))
+    assert orders(scheduler) == [ProlongLease((1, 1))]
     scheduler.abandoned((1, 1))
     assert orders(scheduler) == [AbandonLease((1, 1))]
     scheduler.check_integrity()

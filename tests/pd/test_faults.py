@@ -15,9 +15,11 @@ from collections import Counter
 
 import pytest
 
+import router.rank_link
 from kv_transfer.tcp_peer import MAX_CONNECTIONS_PER_PEER
 from router.errors import Cause
 from router.rank_link import RankLink
+from router.room import Room
 from tests.pd.rig import Lost, answers_of_one_rank, make_prompts, running, token_ids, until
 
 pytestmark = pytest.mark.model
@@ -139,6 +141,17 @@ def before_the_decode_rank_hears(what):
         RankLink.submit = submit
 
 
+@contextlib.contextmanager
+def room_for_all():
+    """As where several routers give a rank more than each of them knows."""
+    told = router.rank_link.room
+    router.rank_link.room = lambda *_: Room.ANYTHING
+    try:
+        yield
+    finally:
+        router.rank_link.room = told
+
+
 async def wait_for(rank, holds, what, timeout_s=30.0):
     """Until the rank's figures are so."""
     try:
@@ -239,12 +252,13 @@ def test_a_lease_that_expires_in_the_decode_ranks_queue(run):
         streams = start(pd, OTHERS[:4], 120)
         await wait_for(decode, lambda stats: stats["load"]["num_running"] == 4, "a full decode rank")
         asked = prompts(MAX_LOADS + 2)
-        tasks = start(pd, asked)
-        stats = await wait_for(
-            decode,
-            lambda stats: stats["load"]["num_loads"] == MAX_LOADS and stats["load"]["num_waiting"] == MAX_LOADS + 2,
-            "two that wait for their loads",
-        )
+        with room_for_all():
+            tasks = start(pd, asked)
+            stats = await wait_for(
+                decode,
+                lambda stats: stats["load"]["num_loads"] == MAX_LOADS and stats["load"]["num_waiting"] == MAX_LOADS + 2,
+                "two that wait for their loads",
+            )
         num_expired = (await prefill.stats())["kv_transfer"]["num_expired_leases"]
         # Longer than a lease, and it has not been lost.
         await wait_for(prefill, lambda stats: stats["kv_transfer"]["num_leases"] == 2, "two leases")
@@ -258,6 +272,29 @@ def test_a_lease_that_expires_in_the_decode_ranks_queue(run):
         assert await asyncio.gather(*tasks) == of(right, asked)
         assert [len(answer) for answer in await asyncio.gather(*streams)] == [120] * 4
         assert await failures(decode) - before == {"lease_expired": 2}, stats
+
+    run(body)
+
+
+def test_a_lease_is_kept_while_no_decode_rank_has_room(run):
+    async def body(pd, prompts, right):
+        prefill, decode = pd.rank("prefill"), pd.rank("decode")
+        before = await failures(decode)
+        num_expired = (await prefill.stats())["kv_transfer"]["num_expired_leases"]
+        streams = start(pd, OTHERS[:4], 900)
+        await wait_for(decode, lambda stats: stats["load"]["num_running"] == 4, "a full decode rank")
+        asked = prompts(MAX_LOADS + 2)
+        tasks = start(pd, asked)
+        await wait_for(decode, lambda stats: stats["load"]["num_waiting"] == MAX_LOADS, "loads beside a full batch")
+        await until(lambda: pd.service.pool.dispatcher.num_waiting == 2, 20, "two that wait for room")
+        await asyncio.sleep(2 * LEASE_S)
+        assert pd.service.pool.dispatcher.num_waiting == 2, "those that run have ended too early"
+        for stream in streams:
+            stream.cancel()
+        assert await asyncio.gather(*tasks) == of(right, asked)
+        await ended(streams)
+        assert not await failures(decode) - before, "something was computed twice"
+        assert (await prefill.stats())["kv_transfer"]["num_expired_leases"] == num_expired
 
     run(body)
 

@@ -70,6 +70,9 @@ class SimulatedConnector:
         assert self.num_computed[key] == num_tokens <= block_ids.shape[1] * BLOCK_SIZE
         return {"external": num_full, "num_tokens": num_full, "is_async": 1} if num_full else None
 
+    def still_wanted(self, key: RequestKey) -> None:
+        """It has no leases."""
+
     def abandoned(self, key: RequestKey) -> None:
         self.given_up.append(key)
 

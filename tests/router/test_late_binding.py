@@ -64,6 +64,13 @@ def test_room_ends_with_slots_and_with_two_steps_of_prompt_tokens() -> None:
     assert room(record, RankLoad(num_running=1, num_waiting=1, num_deferred=1), 1, 0) is Room.NONE
 
 
+def test_a_full_rank_takes_what_it_can_load_meanwhile() -> None:
+    record = RankRecord("d/0", "d", "b", "h", 1, 1, "n", 4096, 4, 100, 16, max_num_inflight_kv_loads=2)
+    assert room(record, RankLoad(num_running=4), 0, 0) is Room.SLOT
+    assert room(record, RankLoad(num_running=4, num_waiting=1), 0, 0) is Room.SLOT
+    assert room(record, RankLoad(num_running=4, num_waiting=1), 1, 0) is Room.NONE
+
+
 @in_loop
 async def test_what_finds_no_slot_waits_in_order_and_longer_than_for_a_rank(tmp_path: Path) -> None:
     async with running(tmp_path, max_num_seqs=IDLE + 1, rank_wait_timeout_s=0.05) as cluster:
