@@ -1,14 +1,19 @@
 """What a tenant with short prompts notices of another one that sends a hundred long ones.
 
     python -m benchmarks.fairness
+    python -m benchmarks.fairness --url http://127.0.0.1:8000
 
 The tenants are `long`, which sends all its prompts at once, and `short`, which sends at random moments. The figure that
 counts is `p99_ratio`: the 99th percentile of the short ones' time to the first token beside the long ones / alone.
 
-Time is virtual. The router's dispatcher, line and policy are the real ones, and so are the ranks' schedulers; a step
-takes `STEP_S`, and `TOKEN_S` for each prompt token. Shown for several values of `long_prefill_token_threshold`, and for
-both tenants being the same to the router (`one line`); `long_s_ratio` is what the threshold costs the long ones: their
-time to the end, beside the short ones, against no threshold.
+Without `--url`, time is virtual. The router's dispatcher, line and policy are the real ones, and so are the ranks'
+schedulers; a step takes `STEP_S`, and `TOKEN_S` for each prompt token. Shown for several values of
+`long_prefill_token_threshold`, without and with `short_prefills_first`; `one line` is `p99_ratio` where both are
+one tenant to the router; `long_s_ratio` is what it costs the long ones: their time to the end, beside the short ones,
+against the first line's.
+
+With `--url`, the requests go to a server that runs, for a while alone and for a while beside the long ones, in turn.
+Start it with `--long-prefill-token-threshold 64 --short-prefills-first`, and without, to see the difference.
 """
 
 from __future__ import annotations
@@ -17,13 +22,17 @@ import argparse
 import asyncio
 import json
 import random
+import statistics
 import struct
+import time
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+import aiohttp
 import numpy as np
 
-from benchmarks.serving import percentile
+from benchmarks.pd import Prompts
+from benchmarks.serving import Target, measure_request, percentile, served_model
 from rank_scheduler.config import SchedulerConfig
 from rank_scheduler.interface import SchedulerSetup
 from rank_scheduler.messages import RankLoad, SamplingParams, Submit
@@ -162,22 +171,24 @@ class Workload:
     num_long: int = 100
     long_tokens: int = 8_000
     long_output: int = 16
-    short_tokens: tuple[int, int] = (64, 256)
+    short_tokens: tuple[int, int] = (32, 128)
     short_output: int = 32
     short_per_s: float = 12.0
-    seconds: float = 20.0
+    seconds: float = 60.0
     seed: int = 1
 
 
 @dataclass
 class Outcome:
     short_ttft: list[float] = field(default_factory=list)
+    """Of those that came while long ones were there, if there were any at all."""
     long_end: float = 0.0
 
 
 async def simulate(work: Workload, num_ranks: int, config: SchedulerConfig, *, long: bool, tenants: bool) -> Outcome:
     """`tenants`: the router can tell them apart."""
-    loop, rng, outcome = asyncio.get_running_loop(), random.Random(work.seed), Outcome()
+    rng, outcome = random.Random(work.seed), Outcome()
+    first_tokens: list[tuple[float, float]] = []
     ranks = RankTable()
     links: dict[int, SimulatedLink] = {}
     dispatcher = Dispatcher(
@@ -202,7 +213,7 @@ async def simulate(work: Workload, num_ranks: int, config: SchedulerConfig, *, l
         running = cast(SimulatedLink, link).submit(number, token_ids, num_output_tokens)
         first_at = await running.first_token
         if tenant == "short":
-            outcome.short_ttft.append(first_at - at)
+            first_tokens.append((at, first_at - at))
         else:
             outcome.long_end = max(outcome.long_end, await running.end)
 
@@ -215,7 +226,7 @@ async def simulate(work: Workload, num_ranks: int, config: SchedulerConfig, *, l
         asked.append(ask(number, "short", arrivals.randint(*work.short_tokens), work.short_output, at))
         number += 1
     await asyncio.gather(*asked)
-    assert loop.time() > 0
+    outcome.short_ttft = [ttft for at, ttft in first_tokens if at < outcome.long_end or not long]
     return outcome
 
 
@@ -225,45 +236,99 @@ def in_virtual_time(*arguments: Any, **options: Any) -> Outcome:
 
 
 def run_virtual(arguments: argparse.Namespace) -> dict[str, float]:
-    work = Workload(short_per_s=arguments.short_per_s)
+    """Every figure is the median over the seeds."""
+    thresholds: list[int] = arguments.thresholds
+    variants = [(threshold, first) for threshold in thresholds for first in (False, True) if threshold or not first]
     figures: dict[str, float] = {}
-    print(
-        f"{'threshold':>10} {'':>12} {'p50 ms':>8} {'p99 ms':>8} {'p99_ratio':>10} {'long_s':>8} {'long_s_ratio':>13}"
-    )
-    slowest = 0.0
-    for threshold in arguments.thresholds:
+    print("threshold  short first  alone p99 ms   p50 ms   p99 ms  p99_ratio  one line   long_s  long_s_ratio")
+    usual_s = 0.0
+    for threshold, short_first in variants:
         config = SchedulerConfig(
             max_num_seqs=MAX_NUM_SEQS,
             max_num_batched_tokens=arguments.step_tokens,
             long_prefill_token_threshold=threshold,
-            long_prefill_token_threshold_adaptive=arguments.adaptive,
+            short_prefills_first=short_first,
             async_scheduling=False,
         )
-        alone = in_virtual_time(work, arguments.ranks, config, long=False, tenants=True)
-        for name, tenants in (("fair", True), ("one_line", False)):
-            beside = in_virtual_time(work, arguments.ranks, config, long=True, tenants=tenants)
-            slowest = slowest or beside.long_end
-            ratio = percentile(beside.short_ttft, 99) / percentile(alone.short_ttft, 99)
-            p50, p99 = (1e3 * percentile(beside.short_ttft, share) for share in (50, 99))
-            cost = beside.long_end / slowest
-            print(f"{threshold:>10} {name:>12} {p50:>8.1f} {p99:>8.1f} {ratio:>10.2f} ", end="")
-            print(f"{beside.long_end:>8.2f} {cost:>13.2f}")
-            figures |= {f"p99_ratio_{name}_{threshold}": round(ratio, 3)}
-            figures |= {f"long_s_ratio_{name}_{threshold}": round(cost, 3)}
-        print(f"{'':>10} {'alone':>12} {1e3 * percentile(alone.short_ttft, 50):>8.1f} ", end="")
-        print(f"{1e3 * percentile(alone.short_ttft, 99):>8.1f}")
+        rows = []
+        for seed in range(arguments.seeds):
+            work = Workload(short_per_s=arguments.short_per_s, seed=seed)
+            alone = in_virtual_time(work, arguments.ranks, config, long=False, tenants=True)
+            beside = in_virtual_time(work, arguments.ranks, config, long=True, tenants=True)
+            in_line = in_virtual_time(work, arguments.ranks, config, long=True, tenants=False)
+            alone_s = percentile(alone.short_ttft, 99)
+            p50, p99 = (percentile(beside.short_ttft, share) for share in (50, 99))
+            one_line = percentile(in_line.short_ttft, 99) / alone_s
+            rows.append((1e3 * alone_s, 1e3 * p50, 1e3 * p99, p99 / alone_s, one_line, beside.long_end))
+        alone_ms, p50_ms, p99_ms, ratio, one_line, long_s = map(statistics.median, zip(*rows, strict=True))
+        usual_s = usual_s or long_s
+        print(f"{threshold:>9} {short_first!s:>12} {alone_ms:>13.1f} {p50_ms:>8.1f} {p99_ms:>8.1f}", end="")
+        print(f" {ratio:>10.2f} {one_line:>9.0f} {long_s:>8.1f} {long_s / usual_s:>13.2f}")
+        name = f"{threshold}_short_first" if short_first else str(threshold)
+        figures |= {f"p99_ratio_{name}": round(ratio, 3), f"long_s_ratio_{name}": round(long_s / usual_s, 3)}
     return figures
+
+
+async def measure(
+    session: aiohttp.ClientSession, target: Target, arguments: argparse.Namespace, seed: int, *, long: bool
+) -> list[float]:
+    """Times to the first token of the short ones, in seconds. Long ones wait all the time, if there are any."""
+    rng, prompts = random.Random(seed), Prompts(seed + 1_000 * long)
+    ttfts: list[float] = []
+
+    async def ask_short(num_tokens: int) -> None:
+        ttfts.append((await measure_request(session, target, prompts.make(num_tokens), 8, "short")).ttft)
+
+    waiting = [
+        asyncio.create_task(measure_request(session, target, prompts.make(arguments.long_tokens), 8, "long"))
+        for _ in range(100 if long else 0)
+    ]
+    await asyncio.sleep(2.0)
+    end = time.monotonic() + arguments.seconds
+    async with asyncio.TaskGroup() as group:
+        while time.monotonic() < end:
+            group.create_task(ask_short(rng.randint(16, 64)))
+            await asyncio.sleep(rng.expovariate(arguments.short_per_s))
+    num_done = sum(task.done() for task in waiting)
+    if long and num_done == len(waiting):
+        raise RuntimeError("the long ones ended too early; give more --long-tokens")
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    return ttfts
+
+
+async def run_served(arguments: argparse.Namespace) -> dict[str, float]:
+    """Medians over the rounds."""
+    target = Target("serried", arguments.url, await served_model(arguments.url))
+    rows = []
+    timeout = aiohttp.ClientTimeout(total=None, sock_read=300)
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
+        await measure_request(session, target, Prompts(0).make(64), 8)
+        for seed in range(arguments.rounds):
+            alone = await measure(session, target, arguments, seed, long=False)
+            beside = await measure(session, target, arguments, seed, long=True)
+            await asyncio.sleep(3.0)
+            found = [1e3 * percentile(ttfts, share) for ttfts in (alone, beside) for share in (50, 99)]
+            print(f"round {seed + 1}: alone p50 {found[0]:.0f} ms, p99 {found[1]:.0f} ms; ", end="")
+            print(f"beside long ones p50 {found[2]:.0f} ms, p99 {found[3]:.0f} ms ({len(beside)} requests)", flush=True)
+            rows.append(found[3] / found[1])
+    return {"p99_ratio": round(statistics.median(rows), 3)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fairness", description=__doc__.split("\n", 1)[0])
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--thresholds", type=int, nargs="+", default=[0, 512, 256])
-    parser.add_argument("--adaptive", action="store_true", help="long_prefill_token_threshold_adaptive")
+    parser.add_argument("--thresholds", type=int, nargs="+", default=[0, 128])
     parser.add_argument("--step-tokens", type=int, default=MAX_NUM_BATCHED_TOKENS, help="max_num_batched_tokens")
     parser.add_argument("--short-per-s", type=float, default=12.0)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--url", help="of a server, to measure that")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=40.0, help="of each round, alone and beside long ones")
+    parser.add_argument("--long-tokens", type=int, default=600, help="of the prompts sent to the server")
     arguments = parser.parse_args()
-    print(json.dumps(run_virtual(arguments)))
+    print(json.dumps(asyncio.run(run_served(arguments)) if arguments.url else run_virtual(arguments)))
 
 
 if __name__ == "__main__":

@@ -53,9 +53,9 @@ class Sample:
 
 
 async def measure_request(
-    session: aiohttp.ClientSession, target: Target, prompt: list[int], num_output_tokens: int
+    session: aiohttp.ClientSession, target: Target, prompt: list[int], num_output_tokens: int, user: str | None = None
 ) -> Sample:
-    """Stream one completion. Raises RuntimeError unless it ends with exactly the tokens asked for."""
+    """Stream one completion, of this tenant. Raises RuntimeError unless it ends with exactly the tokens asked for."""
     body = {
         "model": target.model,
         "prompt": prompt,
@@ -65,6 +65,8 @@ async def measure_request(
         "stream": True,
         "stream_options": {"include_usage": True},
     }
+    if user is not None:
+        body["user"] = user
     sample = Sample()
     start = last = time.perf_counter()
     async with session.post(f"{target.url}/v1/completions", json=body) as response:

@@ -23,6 +23,11 @@ class StepDraft:
     encoder_budget: int
     yields_to: int | None = None
     """A waiting sequence of this priority goes before prompt chunks of running ones with a larger value."""
+    shorter_first: bool = False
+    """Prompts with more left than `prefill_cap` come last, and get nothing if a shorter one begins."""
+    begins_shorter: bool = False
+    has_longer: bool = False
+    """There are such prompts."""
     running: tuple[Int32Array, Int64Array] | None = None
     """Slots and epochs of what ran when the step began."""
     slots: list[Int32Array] = field(default_factory=list)
@@ -32,6 +37,11 @@ class StepDraft:
     encoder_runs: list[EncoderRun] = field(default_factory=list)
     has_prefill: bool = False
     num_preempted: int = 0
+
+    @property
+    def has_yielding(self) -> bool:
+        """Some running sequences are passed over at first."""
+        return self.yields_to is not None or self.shorter_first
 
     def fit_encoder_inputs(self, state: RankState, sequence: Sequence, num_computed: int, num_new: int) -> ChunkFit:
         """How much of a chunk the encoder budget and cache allow. Changes nothing."""
@@ -70,7 +80,7 @@ class RunningPass:
     def run(self, draft: StepDraft, now: float, *, yielding: bool = False) -> None:
         """Give tokens to running sequences, in order of admission, as far as the budget goes.
 
-        With `yielding`, a second run in the same step: only to those that the first passed over for `yields_to`.
+        With `yielding`, a second run in the same step: only to those that the first passed over.
         """
         batch = self._state.batch
         if yielding and draft.running is not None:
@@ -78,7 +88,7 @@ class RunningPass:
             slots = slots[batch.epoch[slots] == epochs]
         else:
             slots = batch.order.copy()
-            if draft.yields_to is not None:
+            if draft.has_yielding:
                 draft.running = (slots, batch.epoch[slots])
         if not len(slots) or draft.budget <= 0:
             return
@@ -104,9 +114,11 @@ class RunningPass:
             known += batch.num_placeholders[slots]
         wanted = known - batch.num_computed[slots]
         is_prefill = None
-        if self._has_cadence or draft.yields_to is not None:
+        if self._has_cadence or draft.has_yielding:
             is_prefill = (wanted > 1) | batch.is_chunk[slots]
-        held = self._held(slots, known, is_prefill, draft, yielding)
+        held = self._held(slots, known, is_prefill, draft)
+        if is_prefill is not None and draft.has_yielding:
+            held = _either(held, self._passed_over(slots, wanted, is_prefill, draft, yielding))
         if self._max_drafts:
             # Drafts beyond the sequence's last token would be thrown away.
             room = batch.max_total[slots] - known - 1
@@ -126,8 +138,21 @@ class RunningPass:
             draft.has_prefill |= bool(shares[is_prefill].any())
         return shares
 
+    def _passed_over(
+        self, slots: Int32Array, wanted: Int32Array, is_prefill: BoolArray, draft: StepDraft, yielding: bool
+    ) -> BoolArray:
+        """Prompts that may have to give way to others that come; when those have come, who else has had its turn."""
+        yields = np.zeros_like(is_prefill)
+        is_longer = is_prefill & (wanted > draft.prefill_cap) if draft.shorter_first else yields
+        draft.has_longer |= bool(is_longer.any())
+        if draft.yields_to is not None:
+            yields = is_prefill & (self._state.batch.priority[slots] > draft.yields_to)
+        if not yielding:
+            return yields | is_longer
+        return ~yields & ~is_longer if not draft.begins_shorter else ~yields | is_longer
+
     def _held(
-        self, slots: Int32Array, known: Int32Array, is_prefill: BoolArray | None, draft: StepDraft, yielding: bool
+        self, slots: Int32Array, known: Int32Array, is_prefill: BoolArray | None, draft: StepDraft
     ) -> BoolArray | None:
         """Which slots get nothing; None: all may."""
         batch = self._state.batch
@@ -142,9 +167,6 @@ class RunningPass:
             held = _either(held, batch.is_idle[slots])
         if is_prefill is not None and draft.defer_prefills:
             held = _either(held, is_prefill)
-        if is_prefill is not None and draft.yields_to is not None:
-            yields: BoolArray = is_prefill & (batch.priority[slots] > draft.yields_to)
-            held = _either(held, ~yields if yielding else yields)
         return held
 
     def _fit_encoder_inputs(self, slots: Int32Array, counts: Int32Array, draft: StepDraft) -> None:

@@ -5,6 +5,8 @@ Pure: events and `now` in, plans, frames and actions out. See `SchedulerInterfac
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from kv_transfer.connector import KvRequest, LoadFenced, LoadFinished, SendFinished
@@ -31,6 +33,11 @@ from rank_scheduler.steady_batch import SteadyBatch
 from rank_scheduler.stop_strings import StopStringMatcher
 from rank_scheduler.structured_output import CompileGrammar, GrammarMatcher
 from rank_scheduler.waiting_pass import WaitingPass
+
+# So long after others a lone long prompt is still cut into short pieces, if short ones go first: more may come.
+COMPANY_S = 1.0
+# Long prompts get a part of every step after so many that short ones have taken from them.
+MAX_HELD_STEPS = 3
 
 
 class Scheduler:
@@ -72,6 +79,10 @@ class Scheduler:
         self._is_stuck = False
         """Nothing could be planned, and nothing has happened since that could change it."""
         self._last_prefill_step = -config.prefill_schedule_interval
+        self._num_held_steps = 0
+        """The last so many have given longer prompts nothing."""
+        self._last_company_at = -math.inf
+        """When there was last more than one request."""
 
     # ---- messages of routers ----
 
@@ -277,7 +288,7 @@ class Scheduler:
         if state.waiting:
             self._builder.cache_running(draft)
         self._waiting.run(draft, now)
-        if draft.yields_to is not None:
+        if draft.has_yielding:
             self._running.run(draft, now, yielding=True)
         plan = self._builder.build(draft, self._waiting.entered, self._waiting.copies, now)
         if plan is None:
@@ -288,6 +299,7 @@ class Scheduler:
             return None
         if draft.has_prefill:
             self._last_prefill_step = state.num_steps
+        self._num_held_steps = self._num_held_steps + 1 if draft.has_longer and draft.begins_shorter else 0
         self._steady.note(plan)
         return plan
 
@@ -400,7 +412,10 @@ class Scheduler:
         cap = 0
         num_waiting = len(state.waiting) + len(state.load_candidates) + len(state.loaded) + len(state.deferred)
         num_requests = len(state.batch) + num_waiting
-        if config.long_prefill_token_threshold and config.enable_chunked_prefill and num_requests > 1:
+        if num_requests > 1:
+            self._last_company_at = now
+        are_many = num_requests > 1 or (config.short_prefills_first and now - self._last_company_at < COMPANY_S)
+        if config.long_prefill_token_threshold and config.enable_chunked_prefill and are_many:
             cap = config.long_prefill_token_threshold
             if config.long_prefill_token_threshold_adaptive:
                 cap = max(cap, config.max_num_batched_tokens // num_requests)
@@ -414,6 +429,7 @@ class Scheduler:
             defer_prefills=defers_prefills,
             encoder_budget=config.encoder_budget,
             yields_to=yields_to,
+            shorter_first=config.short_prefills_first and cap > 0 and self._num_held_steps < MAX_HELD_STEPS,
         )
 
     def _defers_prefills(self) -> bool:
@@ -449,13 +465,12 @@ class Scheduler:
     def _num_step_tokens(self) -> int:
         """Of the next step, with one more sequence."""
         state, batch, config = self._state, self._state.batch, self.config
-        num_decoded = len(batch) - batch.num_idle
-        total = state.waiting.num_tokens + num_decoded
+        most = config.long_prefill_token_threshold if config.enable_chunked_prefill else 0
+        most = most or config.num_scheduled_tokens_limit
+        total = min(state.waiting.num_tokens, len(state.waiting) * most) + len(batch) - batch.num_idle
         if state.may_have_prefills:
             remaining = np.maximum(batch.num_prompt[batch.order] - batch.num_computed[batch.order], 1)
-            if config.long_prefill_token_threshold and config.enable_chunked_prefill:
-                remaining = np.minimum(remaining, config.long_prefill_token_threshold)
-            total += int(remaining.sum()) - len(remaining)
+            total += int(np.minimum(remaining, most).sum()) - len(remaining)
         return min(total, config.num_scheduled_tokens_limit)
 
     def _frames(self) -> dict[int, StepFrame]:

@@ -283,6 +283,7 @@ class WaitingPass:
             draft.acquire(state, sequence, slot, fit)
         draft.budget -= count
         draft.has_prefill |= remaining > 1
+        draft.begins_shorter |= remaining <= draft.prefill_cap
         slots.append(slot)
         counts.append(count)
         if self._caches:

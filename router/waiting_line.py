@@ -17,7 +17,7 @@ What is cancelled is not charged, and its tenant's others come forward. All take
 from __future__ import annotations
 
 from bisect import insort
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -30,8 +30,10 @@ _Level = tuple[bool, int]
 
 MAX_IDLE_TENANTS = 1024
 """Of those that do not wait, so many are remembered: the ones that are furthest ahead of virtual time."""
-MAX_PASSED = 8
+MAX_PASSED = 16
 """So many whom a rank's room does not suit it looks past at most."""
+MAX_PASSED_OF_TENANT = 4
+"""And so many of one tenant, whose others are likely alike; then it looks at other tenants only."""
 
 
 class Answer(Enum):
@@ -98,6 +100,7 @@ class _FairQueue(Generic[_Item]):
         self._tenants: dict[str, _Tenant[_Item]] = {}
         self._heaps: dict[str | None, list[tuple[float, int, _Tenant[_Item]]]] = {}
         """By pin: tenants by tag, or by one that they had before."""
+        self._hidden: dict[str, dict[str | None, OrderedDict[int, Waiter[_Item]]]] = {}
         self._tidy_at = 2 * MAX_IDLE_TENANTS
 
     def push(self, waiter: Waiter[_Item], *, at_front: bool = False) -> None:
@@ -114,9 +117,7 @@ class _FairQueue(Generic[_Item]):
         if at_front:
             queue.move_to_end(waiter.serial, last=False)
         self.num_waiting += 1
-        if pin not in tenant.listed:
-            tenant.listed.add(pin)
-            heappush(self._heaps.setdefault(pin, []), (tenant.tag, waiter.serial, tenant))
+        self._list(tenant, pin, waiter.serial)
 
     def remove(self, waiter: Waiter[_Item]) -> None:
         tenant = self._tenants[waiter.turn.account]
@@ -147,6 +148,20 @@ class _FairQueue(Generic[_Item]):
     def has(self, pin: str | None) -> bool:
         return self._first(pin) is not None
 
+    def hide(self, name: str) -> None:
+        """Look at none of this account's until `show`; it is not tidied up meanwhile."""
+        tenant = self._tenants[name]
+        self._hidden[name], tenant.queues = tenant.queues, {}
+
+    def show(self) -> None:
+        """All that were hidden."""
+        for name, queues in self._hidden.items():
+            tenant = self._tenants[name]
+            tenant.queues = queues
+            for pin, queue in queues.items():
+                self._list(tenant, pin, next(iter(queue)))
+        self._hidden = {}
+
     def __iter__(self) -> Iterator[Waiter[_Item]]:
         """In the order in which they would be served if nobody came; takes O(n log n)."""
         tags: list[tuple[float, int, Waiter[_Item]]] = []
@@ -167,6 +182,11 @@ class _FairQueue(Generic[_Item]):
             waiting += sum(map(len, tenant.queues.values()))
         assert waiting == self.num_waiting, f"{waiting} wait, {self.num_waiting} are counted"
         assert sum(map(len, self._heaps.values())) == sum(len(tenant.listed) for tenant in self._tenants.values())
+
+    def _list(self, tenant: _Tenant[_Item], pin: str | None, serial: int) -> None:
+        if pin not in tenant.listed:
+            tenant.listed.add(pin)
+            heappush(self._heaps.setdefault(pin, []), (tenant.tag, serial, tenant))
 
     def _first(self, pin: str | None) -> Waiter[_Item] | None:
         heap = self._heaps.get(pin)
@@ -245,6 +265,7 @@ class WaitingLine(Generic[_Item]):
         One whom it does not suit may be passed `max_bypasses` times by later ones; then nobody does.
         """
         passed: list[Waiter[_Item]] = []
+        num_passed: Counter[tuple[_Level, str]] = Counter()
         levels: set[_Level] = set()
         num_taken = 0
         while (waiter := self._first(pins)) is not None:
@@ -259,10 +280,16 @@ class WaitingLine(Generic[_Item]):
                     passed[0].num_bypasses += 1
             else:
                 passed.append(waiter)
+                account = (level, waiter.turn.account)
+                num_passed[account] += 1
+                if num_passed[account] == MAX_PASSED_OF_TENANT:
+                    self._queues[level].hide(waiter.turn.account)
             if answer is Answer.NO_ROOM or len(passed) > MAX_PASSED:
                 break
             if passed and passed[0].num_bypasses >= max_bypasses:
                 break
+        for level in levels:
+            self._queues[level].show()
         for waiter in reversed(passed):
             self._insert(waiter, at_front=True)
         for level in levels:

@@ -257,6 +257,7 @@ KEYS: dict[str, Any] = {
 
 
 NEEDED: dict[str, dict[str, Any]] = {
+    "scheduler": {"long_prefill_token_threshold": 100},
     "speculative": {"num_speculative_tokens": 1},
     "kv_transfer": {"kv_connector": "PullConnector"},
     "router": {"http_server": "own", "tls_cert_file": "/cert", "tls_key_file": "/key"},
@@ -344,6 +345,9 @@ def test_every_key_is_reached_by_its_flag(flag: Any, monkeypatch: pytest.MonkeyP
     if flag.path.startswith("kv_transfer.") and flag.name != "kv_connector":
         arguments += ["--kv-connector", "PullConnector"]
         overrides["kv_transfer.kv_connector"] = "PullConnector"
+    if flag.path == "scheduler.short_prefills_first":
+        arguments += ["--long-prefill-token-threshold", "100"]
+        overrides["scheduler.long_prefill_token_threshold"] = 100
     if flag.path.startswith("router.tls_"):
         for name, needed in NEEDED["router"].items():
             if f"router.{name}" != flag.path:
@@ -376,7 +380,8 @@ def test_roles_and_connectors_that_do_not_fit_are_refused(
 def test_a_switch_goes_both_ways(switch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     name = switch.name.replace("_", "-")
     for argument, value in ((f"--{name}", True), (f"--no-{name}", False)):
-        assert at(serve_with([argument], monkeypatch), switch.path) is value
+        needed = ["--long-prefill-token-threshold", "100"] if switch.name == "short_prefills_first" else []
+        assert at(serve_with([argument, *needed], monkeypatch), switch.path) is value
 
 
 def test_flags_and_arguments_together(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

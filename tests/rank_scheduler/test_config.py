@@ -19,6 +19,7 @@ DEFAULTS: dict[str, object] = {
     "max_async_kv_loads_per_step": None,
     "long_prefill_token_threshold": 0,
     "long_prefill_token_threshold_adaptive": False,
+    "short_prefills_first": False,
     "max_num_queued_reqs": None,
     "max_num_queued_tokens": None,
     "queued_tokens_accounting": "exact",
@@ -55,6 +56,7 @@ CHANGED: dict[str, tuple[Any, bool]] = {
     "max_async_kv_loads_per_step": (2, False),
     "long_prefill_token_threshold": (256, False),
     "long_prefill_token_threshold_adaptive": (True, False),
+    "short_prefills_first": (True, False),
     "max_num_queued_reqs": (7, False),
     "max_num_queued_tokens": (7000, False),
     "queued_tokens_accounting": ("conservative", False),
@@ -211,6 +213,10 @@ def test_speculation_refuses(fields: dict[str, Any], parts: list[str]) -> None:
         (
             {"speculative": {"num_speculative_tokens": 16}, "max_num_scheduled_tokens": 12},
             ["speculative.num_speculative_tokens (16)", "step (12)", "max_num_scheduled_tokens"],
+        ),
+        (
+            {"short_prefills_first": True},
+            ["short_prefills_first (True)", "long_prefill_token_threshold 0", "set the threshold"],
         ),
         (
             {"async_scheduling": True, "runner_type": "pooling"},
@@ -495,6 +501,13 @@ def test_async_scheduling_that_the_rank_cannot_do_is_refused() -> None:
 # Compiled graphs
 
 
+def needed_with(field: str) -> dict[str, Any]:
+    """The encoder's limits shape something only where there is an encoder; who is first needs a notion of long."""
+    if field == "short_prefills_first":
+        return {"long_prefill_token_threshold": 256}
+    return {"is_multimodal_model": True} if "encoder" in field else {}
+
+
 def test_every_field_is_decided() -> None:
     assert set(CHANGED) == set(SchedulerConfig.model_fields) == set(DEFAULTS)
 
@@ -502,8 +515,7 @@ def test_every_field_is_decided() -> None:
 @pytest.mark.parametrize("field", SchedulerConfig.model_fields)
 def test_only_what_shapes_a_graph_changes_its_hash(field: str) -> None:
     value, changes = CHANGED[field]
-    # The encoder's limits shape something only where there is an encoder.
-    base = {"is_multimodal_model": True} if "encoder" in field else {}
+    base = needed_with(field)
     before, after = SchedulerConfig(**base), SchedulerConfig(**(base | {field: value}))
     assert before != after
     assert (before.compile_hash() != after.compile_hash()) is changes
@@ -533,7 +545,7 @@ def test_a_configuration_is_frozen() -> None:
 
 @pytest.mark.parametrize("field", SchedulerConfig.model_fields)
 def test_a_configuration_survives_the_way_to_another_process(field: str) -> None:
-    config = SchedulerConfig(**{field: CHANGED[field][0]})
+    config = SchedulerConfig(**(needed_with(field) | {field: CHANGED[field][0]}))
     assert pickle.loads(pickle.dumps(config)) == config
     assert SchedulerConfig.model_validate_json(config.model_dump_json()) == config
 

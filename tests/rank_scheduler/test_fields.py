@@ -10,7 +10,7 @@ from model_runner.simulated import expected_pooled
 from rank_scheduler.config import SchedulerConfig, SpeculativeConfig
 from rank_scheduler.interface import KvGroup, SchedulerSetup
 from rank_scheduler.messages import Extend, FinishReason, Grammar, GrammarKind
-from rank_scheduler.scheduler import Scheduler
+from rank_scheduler.scheduler import COMPANY_S, Scheduler
 from tests.rank_scheduler.small_engine import SmallEngine, item, prompt_of, tokens_after
 
 ROOT = Path(__file__).parents[2]
@@ -222,6 +222,58 @@ def test_an_adaptive_cap_without_a_threshold_is_none():
     engine.submit(1, prompt_of(30), max_tokens=1)
     engine.submit(2, prompt_of(30, start=2), max_tokens=1)
     assert engine.step_shares() == {1: 30, 2: 2}
+
+
+def engine_with_a_long_prompt(**fields):
+    engine = SmallEngine(
+        max_num_batched_tokens=64, max_num_seqs=16, long_prefill_token_threshold=6, short_prefills_first=True, **fields
+    )
+    engine.submit(1, prompt_of(60), max_tokens=1)
+    engine.submit(2, prompt_of(3, start=9), max_tokens=9)
+    return engine
+
+
+@of_field("short_prefills_first")
+def test_a_long_prompt_gets_no_part_of_a_step_in_which_a_short_one_begins():
+    engine = engine_with_a_long_prompt()
+    assert engine.step_shares() == {1: 6, 2: 3}, "it begins with it"
+    assert engine.step_shares() == {1: 6, 2: 1}
+    engine.submit(3, prompt_of(6, start=3), max_tokens=1)
+    assert engine.step_shares() == {2: 1, 3: 6}
+    engine.submit(4, prompt_of(7, start=4), max_tokens=1)
+    assert engine.step_shares() == {1: 6, 2: 1, 4: 6}, "that one is long"
+    assert engine.step_shares() == {1: 6, 2: 1, 4: 1}
+
+
+@of_field("short_prefills_first")
+def test_short_prompts_take_three_steps_of_four_at_most():
+    engine = engine_with_a_long_prompt()
+    engine.step_shares()
+    has_part = []
+    for request in range(10, 18):
+        engine.submit(request, prompt_of(4, start=request), max_tokens=1)
+        has_part.append(1 in engine.step_shares())
+    assert has_part == [False, False, False, True] * 2
+
+
+@of_field("short_prefills_first")
+def test_the_cap_holds_for_a_while_after_the_last_short_prompt():
+    engine = engine_with_a_long_prompt()
+    assert engine.step_shares() == {1: 6, 2: 3}
+    engine.scheduler.abort(0, 2, engine.now)
+    engine.now -= COMPANY_S / 2
+    assert engine.step_shares() == {1: 6}
+    engine.now += COMPANY_S
+    assert engine.step_shares() == {1: 48}
+
+
+@of_field("short_prefills_first")
+def test_among_priorities_both_come_after_those_for_whom_they_make_room():
+    engine = engine_with_a_long_prompt(policy="priority")
+    engine.step_shares()
+    engine.submit(3, prompt_of(6, start=3), max_tokens=1, fields={"priority": -1})
+    assert engine.step_shares() == {2: 1, 3: 6}
+    assert engine.step_shares() == {1: 6, 2: 1}
 
 
 @of_field("enable_chunked_prefill")

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from router.waiting_line import MAX_IDLE_TENANTS, MAX_PASSED, Answer, Turn, Waiter, WaitingLine
+from router.waiting_line import MAX_IDLE_TENANTS, MAX_PASSED, MAX_PASSED_OF_TENANT, Answer, Turn, Waiter, WaitingLine
 
 ANY = (None,)
 
@@ -147,8 +147,32 @@ def test_a_look_past_those_that_do_not_fit_is_bounded() -> None:
         return Answer.UNSUITED
 
     assert line.serve(ANY, offer, 100) == 0
-    assert len(offered) == MAX_PASSED + 1
+    assert len(offered) == MAX_PASSED_OF_TENANT
     assert take(line, 2000) == [f"a{index}" for index in range(1000)]
+
+
+def test_a_look_past_many_tenants_is_bounded_too() -> None:
+    line: WaitingLine[str] = WaitingLine()
+    for tenant in range(100):
+        fill(line, f"t{tenant}-", [10, 10])
+    assert serve(line, 9, "t", 100) == []
+    line.check_integrity()
+    assert len(line) == 200
+    assert take(line, 2) == ["t0-0", "t1-0"]
+    assert line.serve(ANY, lambda waiter: Answer.UNSUITED, 100) == 0
+    assert MAX_PASSED > MAX_PASSED_OF_TENANT
+
+
+def test_one_tenant_whose_requests_fit_nowhere_does_not_hide_others() -> None:
+    line: WaitingLine[str] = WaitingLine()
+    fill(line, "long", [1000] * 100)
+    fill(line, "s", [1, 1])
+    assert serve(line, 1, "long", 100) == ["s0"]
+    assert serve(line, 9, "long", 100) == ["s1"]
+    line.check_integrity()
+    fill(line, "s", [1])
+    assert len(line) == 101
+    assert take(line, 101)[-2:] == ["long98", "long99"]
 
 
 def test_all_can_be_taken_out_to_line_up_elsewhere() -> None:
