@@ -1,12 +1,13 @@
-"""What a router costs: places for requests, and streamed tokens.
+"""What a router costs: places for requests, admission, and streamed tokens.
 
     python -m benchmarks.router [--without-peer]
 
 - **places** (`benchmarks.router_placement`), with 64 and 1,024 ranks: `placements_per_s` and `placement_p99_ms` are the
   worse of the two, `_64` and `_1024` each one's; `long_prompt_cpu_ms` is a place for a prompt of 100,000 tokens, hashes
   included; `placement_frame_us` what a rank's frame with its cache's changes takes;
+- **admission** (`benchmarks.admission`): `lease_p99_ms`, to admit a request out of a lease and to give that back;
 - **tokens** (`benchmarks.router_streams`): CPU per streamed token through HTTP at 64 and 256 streams, against Ray
-  Serve's own handle path in the same run: `token_cpu_ratio_64`, `token_cpu_ratio_256`. `--without-peer` leaves it out.
+  Serve's own handle path in the same run: `token_cpu_ratio_64`, `token_cpu_ratio_256`; not `--without-peer`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import asyncio
 import json
 import platform
 
+from benchmarks.admission import lease_p99_ms
 from benchmarks.router_placement import measure_long_prompt, measure_placement
 from benchmarks.router_streams import measure_streams
 
@@ -36,10 +38,11 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=3_000)
     parser.add_argument("--rounds", type=int, default=3, help="of the streams, in turn with the peer's")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--without-peer", action="store_true", help="measure places only")
+    parser.add_argument("--without-peer", action="store_true", help="leave the tokens out")
     arguments = parser.parse_args()
     print(f"{platform.platform()}, Python {platform.python_version()}")
     figures = asyncio.run(measure_places(arguments.requests, arguments.seed))
+    figures["lease_p99_ms"] = round(lease_p99_ms(), 4)
     if not arguments.without_peer:
         figures |= measure_streams(arguments.rounds)
     for name, value in figures.items():
