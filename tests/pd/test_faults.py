@@ -43,7 +43,7 @@ SCHEDULER = {
     "max_async_kv_loads_per_step": MAX_LOADS_PER_STEP,
 }
 # Each test takes its own, so that none is found in a prefix cache.
-PROMPTS = make_prompts(85, seed=3, shortest=18, longest=24)
+PROMPTS = make_prompts(95, seed=3, shortest=18, longest=24)
 NUM_IN_BURST = 30
 # Nobody knows the answers to these.
 OTHERS = make_prompts(20, seed=5, shortest=18, longest=24)
