@@ -59,6 +59,7 @@ def build_app(service: RouterService) -> FastAPI:
         send_timeout_s=service.settings.send_timeout_s,
         count=service.metrics.rejected,
         access_log=AccessLog(),
+        error_body=_error_body,
     )
     _add_error_handlers(app, service)
     _add_generation_routes(app, service)
@@ -147,13 +148,9 @@ def _add_generation_routes(app: FastAPI, service: RouterService) -> None:
     @app.post("/v1/messages/count_tokens", openapi_extra=_body_schema(CountTokensRequest))
     async def count_tokens(request: Request) -> Response:
         """How many tokens a conversation's prompt has."""
-        try:
-            chat = parse(await request.body(), CountTokensRequest).chat()
-            _check_model(service, chat.model)
-            return _json({"input_tokens": len(await service.prompt_tokens(chat))})
-        except ApiError as error:
-            service.metrics.rejected(error)
-            return Response(anthropic_error(error), error.status, error.headers(), media_type="application/json")
+        chat = parse(await request.body(), CountTokensRequest).chat()
+        _check_model(service, chat.model)
+        return _json({"input_tokens": len(await service.prompt_tokens(chat))})
 
 
 def _keyed_response(
@@ -265,13 +262,20 @@ def _add_operation_routes(app: FastAPI, service: RouterService) -> None:
         return Response(service.metrics.exposition(), headers={"content-type": METRICS_CONTENT_TYPE})
 
 
+def _error_body(path: str, error: ApiError) -> bytes:
+    """In the shape of the API that the path belongs to."""
+    is_anthropic = path == "/v1/messages" or path.startswith("/v1/messages/")
+    return anthropic_error(error) if is_anthropic else openai_error(error)
+
+
 def _add_error_handlers(app: FastAPI, service: RouterService) -> None:
     """For what fails outside of a request's flow, which counts and answers its own failures."""
 
     def refusal(request: Request, error: ApiError) -> Response:
         service.metrics.rejected(error)
         request.state.arrival.figures["cause"] = str(error.cause)
-        return Response(error.body(), error.status, error.headers(), media_type="application/json")
+        body = _error_body(request.url.path, error)
+        return Response(body, error.status, error.headers(), media_type="application/json")
 
     @app.exception_handler(ApiError)
     async def on_api_error(request: Request, error: ApiError) -> Response:

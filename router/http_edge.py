@@ -73,7 +73,9 @@ class HttpEdge:
         send_timeout_s: float,
         count: Callable[[ApiError], None],
         access_log: AccessLog,
+        error_body: Callable[[str, ApiError], bytes],
     ) -> None:
+        """`error_body`: of an answer under this path."""
         self._app = app
         self._access_log = access_log
         self._api_keys = api_keys
@@ -81,6 +83,7 @@ class HttpEdge:
         self._body_timeout_s = body_timeout_s
         self._send_timeout_s = send_timeout_s
         self._count = count
+        self._error_body = error_body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -112,7 +115,8 @@ class HttpEdge:
             except _Refused as refused:
                 cause = refused.error.cause
                 if not has_started:
-                    await self._refuse(refused.error, receive, send_with_id)
+                    body = self._error_body(scope["path"], refused.error)
+                    await self._refuse(refused.error, body, receive, send_with_id)
         except ClientTooSlow as too_slow:
             cause = Cause.CLIENT_GONE
             self._count(ApiError(Cause.CLIENT_GONE, str(too_slow)))  # the server closes the connection
@@ -126,8 +130,9 @@ class HttpEdge:
                 self._count(error)
             if has_started:
                 raise  # the server cuts the connection, which tells the client that the answer is not whole
-            await send_with_id(_start(error, close=False))
-            await send_with_id({"type": "http.response.body", "body": error.body()})
+            body = self._error_body(scope["path"], error)
+            await send_with_id(_start(error, body, close=False))
+            await send_with_id({"type": "http.response.body", "body": body})
         finally:
             timed_send.close()
             if self._access_log.is_on:
@@ -202,10 +207,10 @@ class HttpEdge:
             )
         )
 
-    async def _refuse(self, error: ApiError, receive: Receive, send: Send) -> None:
+    async def _refuse(self, error: ApiError, body: bytes, receive: Receive, send: Send) -> None:
         self._count(error)
-        await send(_start(error, close=True))
-        await send({"type": "http.response.body", "body": error.body(), "more_body": True})
+        await send(_start(error, body, close=True))
+        await send({"type": "http.response.body", "body": body, "more_body": True})
         num_discarded = 0
         try:
             async with asyncio.timeout(LINGER_S):
@@ -224,8 +229,8 @@ def _request_id(headers: Headers) -> bytes:
     return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex.encode()
 
 
-def _start(error: ApiError, *, close: bool) -> Message:
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(error.body())).encode())]
+def _start(error: ApiError, body: bytes, *, close: bool) -> Message:
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     headers += [(name.encode(), value.encode()) for name, value in error.headers().items()]
     if close:
         headers.append((b"connection", b"close"))

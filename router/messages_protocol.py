@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from router.errors import invalid
-from router.output_format import SchemaText, Strict
+from router.output_format import SchemaText, Strict, as_text
 from router.protocol import (
     MAX_NUM_MESSAGES,
     MAX_NUM_STOP_STRINGS,
     MAX_STOP_CHARACTERS,
     ChatCompletionRequest,
+    validated,
 )
 from router.tools import MAX_NUM_TOOLS
 
+_NAME = "^[a-zA-Z0-9_-]{1,64}$"
 _TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -43,11 +45,17 @@ class DirectCaller(Strict):
     type: Literal["direct"]
 
 
+def _input(value: Any) -> str:
+    if not isinstance(value, dict):
+        raise ValueError("must be an object, the call's arguments by name")
+    return as_text(value)
+
+
 class ToolUseBlock(Block):
     type: Literal["tool_use"]
     id: str = Field(min_length=1, max_length=128)
-    name: str = Field(min_length=1, max_length=64)
-    input: dict[str, Any]
+    name: str = Field(pattern="^[a-zA-Z0-9_.-]{1,64}$")
+    input_text: Annotated[str, BeforeValidator(_input), WithJsonSchema({"type": "object"})] = Field(alias="input")
     caller: DirectCaller | None = None
     toolset_name: None = None
 
@@ -73,7 +81,7 @@ class MessageParam(Strict):
 
 
 class ToolParam(Block):
-    name: str = Field(pattern="^[a-zA-Z0-9_-]{1,64}$")
+    name: str = Field(pattern=_NAME)
     description: str | None = None
     input_schema: SchemaText
     type: Literal["custom"] | None = None
@@ -94,7 +102,7 @@ class OutputConfig(Strict):
 
 class ToolChoiceParam(Strict):
     type: Literal["auto", "any", "tool", "none"]
-    name: str | None = None
+    name: str | None = Field(default=None, pattern=_NAME)
     disable_parallel_tool_use: bool | None = None
 
 
@@ -127,15 +135,17 @@ class CountTokensRequest(Block):
                         f"{path}: {block.type} belongs to the role {wanted!r}, not to {message.role!r}",
                         path,
                     )
+            num_calls = sum(isinstance(block, ToolUseBlock) for block in message.content)
+            if num_calls > MAX_NUM_TOOLS:
+                path = f"messages[{index}].content"
+                raise invalid(f"{path}: has {num_calls} calls, at most {MAX_NUM_TOOLS} are allowed", path)
         choice = self.tool_choice
         if choice is not None and (choice.type == "tool") != (choice.name is not None):
             raise invalid("tool_choice.name: goes with type 'tool', and with no other type", "tool_choice.name")
 
     def chat(self) -> ChatCompletionRequest:
         """The chat completion that means the same. Raises ApiError."""
-        request = ChatCompletionRequest.model_validate(self._chat_fields())
-        request.check()
-        return request
+        return validated(self._chat_fields(), ChatCompletionRequest)
 
     def _chat_fields(self) -> dict[str, Any]:
         messages: list[dict[str, Any]] = []
@@ -143,6 +153,12 @@ class CountTokensRequest(Block):
             messages.append({"role": "system", "content": _text(self.system)})
         for message in self.messages:
             messages += _chat_messages(message)
+        if len(messages) > MAX_NUM_MESSAGES:
+            raise invalid(
+                f"messages: with the system's, and each result of a tool as one, these are {len(messages)}, at most "
+                f"{MAX_NUM_MESSAGES} are allowed; leave out the oldest",
+                "messages",
+            )
         fields: dict[str, Any] = {"model": self.model, "messages": messages}
         if self.tools:
             fields["tools"] = [_chat_tool(tool) for tool in self.tools]
@@ -194,7 +210,7 @@ def _chat_messages(message: MessageParam) -> list[dict[str, Any]]:
         {
             "id": block.id,
             "type": "function",
-            "function": {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)},
+            "function": {"name": block.name, "arguments": block.input_text},
         }
         for block in message.content
         if isinstance(block, ToolUseBlock)

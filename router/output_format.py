@@ -11,6 +11,8 @@ from rank_scheduler.messages import Grammar, GrammarKind
 from router.grammar_check import MAX_GRAMMAR_BYTES, MAX_LARK_BYTES
 
 MAX_NUM_CHOICES = 4_096
+MAX_NUM_LEVELS = 200
+"""Of a value that is read again later, by readers that go into it by recursion."""
 
 
 class Strict(BaseModel):
@@ -22,12 +24,18 @@ class Strict(BaseModel):
         """Raises ApiError where fields contradict each other."""
 
 
-def _as_text(value: Any) -> str:
+def as_text(value: Any) -> str:
     """JSON in the order it was written in, which is the order of the output's keys."""
-    try:
-        return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    except RecursionError:
-        raise ValueError("is nested too deeply") from None
+    if not _is_within(value, MAX_NUM_LEVELS):
+        raise ValueError(f"is nested too deeply; at most {MAX_NUM_LEVELS} levels are allowed")
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+
+
+def _is_within(value: Any, num_levels: int) -> bool:
+    if not isinstance(value, dict | list):
+        return True
+    inner = value.values() if isinstance(value, dict) else value
+    return num_levels > 0 and all(_is_within(each, num_levels - 1) for each in inner)
 
 
 def _bounded(text: str, limit: int = MAX_GRAMMAR_BYTES) -> str:
@@ -40,7 +48,7 @@ def _bounded(text: str, limit: int = MAX_GRAMMAR_BYTES) -> str:
 def _schema(value: Any) -> Any:
     if not isinstance(value, dict):
         raise ValueError("must be a JSON schema, as an object")
-    return _bounded(_as_text(value))
+    return _bounded(as_text(value))
 
 
 def _schema_or_text(value: Any) -> Any:
@@ -72,7 +80,7 @@ def _choices(value: Any) -> Any:
         raise ValueError("must be a list of strings, none of them empty, one at least")
     if len(value) > MAX_NUM_CHOICES:
         raise ValueError(f"has {len(value)} choices, at most {MAX_NUM_CHOICES} are allowed")
-    return _bounded(_as_text(value))
+    return _bounded(as_text(value))
 
 
 # Each is the text of a `Grammar` once it is checked.

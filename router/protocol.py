@@ -6,8 +6,8 @@ means "not used" and refused by name otherwise; a field that nobody knows is ref
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, TypeVar, cast
 
 import msgspec
 from pydantic import BeforeValidator, Field, SkipValidation, ValidationError
@@ -435,10 +435,15 @@ def parse(body: bytes, kind: type[RequestT]) -> RequestT:
     for index, message in enumerate(messages if isinstance(messages, list) else ()):
         if isinstance(message, dict):
             _strip_unused(message, Message.model_fields, _UNSUPPORTED_IN_MESSAGES, f"messages[{index}].")
+    return validated(fields, kind)
+
+
+def validated(fields: dict[str, Any], kind: type[RequestT]) -> RequestT:
+    """The request with these fields, checked. Raises ApiError."""
     try:
         request = kind.model_validate(fields)
     except ValidationError as error:
-        raise _refusal(error) from None
+        raise _refusal(error, fields) from None
     request.check()
     return request
 
@@ -457,12 +462,10 @@ def _strip_unused(
         del fields[name]
 
 
-def _refusal(error: ValidationError) -> ApiError:
+def _refusal(error: ValidationError, fields: dict[str, Any]) -> ApiError:
     """The first thing that is wrong, as path, reason and value."""
     first = error.errors(include_url=False, include_context=False)[0]
-    path = ""
-    for part in first["loc"]:
-        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
+    path = _path(first["loc"], fields, is_missing=first["type"] == "missing")
     if first["type"] == "missing":
         return invalid(f"{path}: required field is missing", path)
     if first["type"] == "extra_forbidden":
@@ -471,10 +474,27 @@ def _refusal(error: ValidationError) -> ApiError:
     return invalid(f"{path}: {reason[:1].lower()}{reason[1:]}, got {_shown(first['input'])}", path)
 
 
+def _path(location: Sequence[int | str], fields: dict[str, Any], *, is_missing: bool) -> str:
+    """Where in `fields` that is. A location names the kinds of a union as well, which callers know nothing of."""
+    path, value = "", cast(Any, fields)
+    for index, part in enumerate(location):
+        is_there = 0 <= part < len(value) if isinstance(value, list) and isinstance(part, int) else False
+        is_there |= isinstance(value, dict) and part in value
+        if is_there:
+            value = value[part]
+        elif not (is_missing and index == len(location) - 1):
+            continue
+        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
+    return path
+
+
 def _shown(value: Any) -> str:
-    text = repr(value) if not isinstance(value, list | dict | str) or len(value) <= _SHOWN_CHARACTERS else None
-    if text is None:
+    if isinstance(value, list | dict | str) and len(value) > _SHOWN_CHARACTERS:
         return f"a {type(value).__name__} of length {len(value)}"
+    try:
+        text = repr(value)
+    except RecursionError:
+        return f"a {type(value).__name__} that is nested too deeply"
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…"
 
 

@@ -6,11 +6,11 @@ import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from router.errors import invalid
 from router.output_format import SchemaText, Strict
-from router.protocol import MAX_NUM_LOGPROBS, MAX_NUM_MESSAGES, MAX_NUM_METADATA, ChatCompletionRequest
+from router.protocol import MAX_NUM_LOGPROBS, MAX_NUM_MESSAGES, MAX_NUM_METADATA, ChatCompletionRequest, validated
 from router.tools import MAX_NUM_TOOLS
 
 _NAME = "^[a-zA-Z0-9_.-]{1,64}$"
@@ -93,9 +93,19 @@ class NamedFunction(Strict):
     name: str = Field(pattern=_NAME)
 
 
+def _choice_kind(value: Any) -> str:
+    return "named" if isinstance(value, dict | NamedFunction) else "word"
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("word")] | Annotated[NamedFunction, Tag("named")],
+    Discriminator(_choice_kind),
+]
+
+
 class TextFormat(Strict):
     type: Literal["text", "json_object", "json_schema"]
-    name: str | None = None
+    name: str | None = Field(default=None, pattern="^[a-zA-Z0-9_-]{1,64}$")
     description: str | None = None
     schema_text: SchemaText | None = Field(default=None, alias="schema")
     strict: bool | None = None
@@ -124,7 +134,7 @@ class ResponsesRequest(Strict):
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_NUM_LOGPROBS)
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
     tools: list[FunctionTool] | None = Field(default=None, max_length=MAX_NUM_TOOLS)
-    tool_choice: Annotated[Literal["none", "auto", "required"] | NamedFunction | None, Field()] = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     truncation: Literal["auto", "disabled"] | None = None
@@ -160,9 +170,11 @@ class ResponsesRequest(Strict):
     def chat(self, earlier: Sequence[dict[str, Any]]) -> ChatCompletionRequest:
         """The chat completion that means the same behind `earlier` messages. Raises ApiError."""
         system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
+        messages = [*system, *earlier, *self.new_messages()]
+        _check_size(messages)
         fields: dict[str, Any] = {
             "model": self.model,
-            "messages": [*system, *earlier, *self.new_messages()],
+            "messages": messages,
             "max_completion_tokens": self.max_output_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -182,9 +194,22 @@ class ResponsesRequest(Strict):
             fields["tool_choice"] = self.tool_choice
         if self.text is not None and self.text.format is not None:
             fields["response_format"] = _chat_format(self.text.format)
-        request = ChatCompletionRequest.model_validate(fields)
-        request.check()
-        return request
+        return validated(fields, ChatCompletionRequest)
+
+
+def _check_size(messages: list[dict[str, Any]]) -> None:
+    if len(messages) > MAX_NUM_MESSAGES:
+        raise invalid(
+            f"input: with instructions and what came before, these are {len(messages)} messages, at most "
+            f"{MAX_NUM_MESSAGES} are allowed; leave out the oldest",
+            "input",
+        )
+    num_calls = max(len(message.get("tool_calls") or ()) for message in messages)
+    if num_calls > MAX_NUM_TOOLS:
+        raise invalid(
+            f"input: has {num_calls} function_calls in a row, at most {MAX_NUM_TOOLS} are allowed; leave some out",
+            "input",
+        )
 
 
 def _with_calls_together(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -129,6 +129,8 @@ class ChatTokenizer:
             text = self._template.render(**own, **(variables or {}))
         except jinja2.TemplateError as error:
             raise invalid(f"messages: the model's chat template refuses them: {error}", "messages") from None
+        except RecursionError:
+            raise invalid("messages: are nested too deeply for the model's chat template", "messages") from None
         except (TypeError, ValueError, KeyError, IndexError, AttributeError, OverflowError) as error:
             raise invalid(
                 f"messages: the model's chat template cannot render them ({type(error).__name__}: {error}); "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from rank_scheduler.messages import Grammar, GrammarKind
 from router.output_format import SchemaText, Strict
@@ -79,12 +79,20 @@ class ToolCall(Strict):
 
 
 def _tool_choice(value: Any) -> Any:
-    if isinstance(value, str) and value not in ("none", "auto", "required"):
+    if not isinstance(value, dict | NamedTool) and value not in ("none", "auto", "required"):
         raise ValueError("must be 'none', 'auto', 'required' or {'type': 'function', 'function': {'name': <name>}}")
     return value
 
 
-ToolChoice = Annotated[str | NamedTool, BeforeValidator(_tool_choice)]
+def _choice_kind(value: Any) -> str:
+    return "word" if isinstance(value, str) else "named"
+
+
+ToolChoice = Annotated[
+    Annotated[str, Tag("word")] | Annotated[NamedTool, Tag("named")],
+    Discriminator(_choice_kind),
+    BeforeValidator(_tool_choice),
+]
 
 
 def forced_grammar(tools: list[Tool], choice: str | NamedTool | None, *, is_parallel: bool) -> Grammar | None:

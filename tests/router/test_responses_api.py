@@ -175,7 +175,7 @@ async def test_refused(tmp_path: Path) -> None:
     async with running(tmp_path, **OPTIONS) as cluster:
         for fields, param in (
             ({"input": []}, "input"),
-            ({"input": [{"role": "user"}]}, "input[0].message.content"),
+            ({"input": [{"role": "user"}]}, "input[0].content"),
             ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
             ({"background": True}, "background"),
             ({"frobnicate": 1}, "frobnicate"),
