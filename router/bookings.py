@@ -87,6 +87,8 @@ class Bookings:
             match booking.state:
                 case BookingState.UPCOMING:
                     self._move(booking, BookingState.DUE, booking.slot_at + HOLD_S)
+                case BookingState.DUE if booking.claimant is not None:
+                    self._move(booking, BookingState.CLAIMED, booking.slot_at + KEEP_S)
                 case BookingState.DUE:
                     self._move(booking, BookingState.LAPSED, booking.slot_at + CLAIM_S)
                 case _:
@@ -115,8 +117,6 @@ class Bookings:
     def claim(self, booking: Booking, amounts: Amounts, claimant: Claimant, now: float) -> None:
         """It has come and asks for this part of it; the rest is held a while longer."""
         booking.claimant = claimant
-        if booking.state is BookingState.CLAIMED:
-            return
         # Everything is taken out of the sums, and what is left put back in.
         self._move(booking, BookingState.CLAIMED, now + KEEP_S)
         booking.amounts = Amounts(*(max(0, a - b) for a, b in zip(booking.amounts, amounts, strict=True)))

@@ -8,10 +8,9 @@ router has already. **Never refused while there is room**: whoever asks for more
 queue is *tight*, which every router has confirmed: then none of them keeps anything idle, and what is not lent is all
 there is. While there is much room the queue is *loose*, and routers are lent more than they ask for.
 
-**A refusal is a promise**: it books a slot in time, when the measured drain will have made room for all that were
-refused before and for this one (`router.bookings`). Who comes back on time goes before others, for whom a place that is
-booked is not there. But whoever finds a place free is not refused: they wait, for `PATIENCE_S` at most, until it is
-taken or the booking has lapsed.
+**A refusal is a promise**: it books a slot in time (`router.promises`). Who comes back on time goes before others, for
+whom a place that is booked is not there. But whoever finds a place free is not refused: they wait, for `PATIENCE_S` at
+most, until it is taken or the booking has lapsed.
 
 **A new ledger** knows nothing of what an earlier one has lent or promised. Until all expected routers have resumed, or
 what others had idle is no longer valid (`recovery_s`), it lends nothing, and lets those who ask wait.
@@ -24,15 +23,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from router.amounts import NOTHING, Amounts, Limits
-from router.bookings import Booking, Bookings, BookingState
+from router.bookings import Booking, BookingState
 from router.control_messages import Ask, ControlToRouter, Granted, QueueCounts, Refused, Tighten
-from router.drain_rate import DrainRate
+from router.promises import MAX_RETRY_AFTER_S, Promises
 
-MIN_RETRY_AFTER_S = 0.1
-MAX_RETRY_AFTER_S = 60.0
-"""Nothing is promised beyond; clients do not wait for longer either."""
-MAX_STRETCH = 1.1
-"""So much later than need be a slot may be, for slots to be some way apart."""
 PATIENCE_S = 0.5
 """So long somebody waits for a place that is free but booked."""
 CLAIM_PATIENCE_S = 1.5
@@ -102,8 +96,8 @@ class Ledger:
         self._others: list[_Waiting] = []
         """By their arrival."""
         self._wakes_at: float | None = None
-        self._bookings = Bookings(secret)
-        self._last_slot_at = 0.0
+        self._promises = Promises(self.limits, secret)
+        self._bookings = self._promises.bookings
         self._is_tight = True
         self._serial = 0
         """Of the latest demand to tighten."""
@@ -113,8 +107,6 @@ class Ledger:
         """When they are not waited for any more."""
         self._num_refused_requests = 0
         self._num_refused_tokens = 0
-        self._drains = [DrainRate(limit or 0) for limit in self.limits]
-        """Of requests and of tokens."""
         self.num_ignored = 0
         """Messages, or parts of them, that made no sense: unknown, late, doubled or negative."""
 
@@ -130,7 +122,7 @@ class Ledger:
         lent = self.limits.bounded(lent)
         self._routers[router] = _Router(lent)
         self._lent = self._lent.plus(lent)
-        self._start_drain(now)
+        self._promises.lent(self._lent, now)
         # What it has idle is of the time before.
         messages = self._tighten([router], now) if self._is_tight and lent != NOTHING else []
         if self._recovers_until is not None and self._num_routers and self._num_connected >= self._num_routers:
@@ -215,10 +207,7 @@ class Ledger:
             self.num_ignored += 1
             return
         found.taken = taken
-        if drained.requests:
-            self._drains[0].add(drained.requests, drained.requests, now)
-        if drained.tokens:
-            self._drains[1].add(drained.tokens, drained.requests, now)
+        self._promises.drained(drained, now)
 
     # ---- figures ----
 
@@ -296,7 +285,8 @@ class Ledger:
             booking = ask.booking
             if booking is None or booking.state is BookingState.UPCOMING:
                 others.append(ask)
-            elif booking.state is BookingState.GONE:
+            elif booking.state is BookingState.GONE or booking.claimant not in (None, (ask.router, ask.key)):
+                # It is too late, or was sent twice.
                 others.append(replace(ask, booking=None))
             else:
                 self._bookings.claim(booking, ask.needed, (ask.router, ask.key), now)
@@ -354,7 +344,7 @@ class Ledger:
         found = self._routers[ask.router]
         found.lent = found.lent.plus(lent)
         self._lent = self._lent.plus(lent)
-        self._start_drain(now)
+        self._promises.lent(self._lent, now)
         return Granted(ask.key, lent, kept)
 
     def _refuse(self, ask: _Waiting, needed: Amounts, free: Amounts, booked: Amounts, now: float) -> Refused:
@@ -371,6 +361,16 @@ class Ledger:
         else:
             wait_s, token = self._promise(ask, needed, free, booked, now)
         return Refused(ask.key, name, limit, self._lent[which], needed[which], wait_s, token)
+
+    def _promise(self, ask: _Waiting, needed: Amounts, free: Amounts, booked: Amounts, now: float) -> tuple[float, str]:
+        """Seconds until there is room for it, and its token."""
+        booking = ask.booking
+        if booking is None or booking.state is BookingState.GONE:
+            waiting = booked if ask.is_on_time else booked.minus(self._bookings.due)
+            return self._promises.first(needed, free, waiting, ask.alias, now)
+        if ask.is_on_time:
+            return self._promises.again(booking, needed, free, booked, now)
+        return booking.slot_at - now, booking.token
 
     def _free(self) -> Amounts:
         """What is not lent; nothing where it is more than the limits."""
@@ -398,41 +398,6 @@ class Ledger:
         self._give_up_at = now + TIGHTEN_TIMEOUT_S
         self._unconfirmed.update(dict.fromkeys(routers, self._serial))
         return [(router, Tighten(self._serial)) for router in routers]
-
-    def _promise(self, ask: _Waiting, needed: Amounts, free: Amounts, booked: Amounts, now: float) -> tuple[float, str]:
-        """Seconds until there is room for it, and its token. `booked`: what those who wait before it need."""
-        bookings, booking = self._bookings, ask.booking
-        if booking is not None and booking.state is BookingState.GONE:
-            booking = None
-        if booking is not None and not ask.is_on_time:
-            return booking.slot_at - now, booking.token
-        if booking is None:
-            booked = booked.minus(bookings.due).plus(bookings.outstanding)
-        else:
-            needed = needed.plus(booking.amounts)
-            booked = booked.plus(bookings.due).plus(bookings.postponed)
-        missing = booked.plus(needed).minus(free)
-        wait_s, spacing_s = MIN_RETRY_AFTER_S, 0.0
-        for drain, amount, wanted in zip(self._drains, missing, needed, strict=True):
-            if wanted and amount > 0 and (of_this_s := drain.wait_s(amount, now)) > wait_s:
-                wait_s, spacing_s = of_this_s, drain.spacing_s(wanted, now)
-        if booking is None:
-            # Not all at once, though they were refused at once.
-            wait_s = min(max(wait_s, self._last_slot_at + spacing_s - now), wait_s * MAX_STRETCH)
-        if wait_s > MAX_RETRY_AFTER_S:
-            if booking is not None:
-                bookings.drop(booking)
-            return MAX_RETRY_AFTER_S, ""
-        if booking is None:
-            self._last_slot_at = now + wait_s
-            return wait_s, bookings.book(needed, now + wait_s, ask.alias)
-        bookings.postpone(booking, needed, now + wait_s)
-        return wait_s, booking.token
-
-    def _start_drain(self, now: float) -> None:
-        for drain, lent in zip(self._drains, self._lent, strict=True):
-            if lent:
-                drain.start(now)
 
 
 def _slot_at(ask: _Waiting) -> float:

@@ -154,6 +154,20 @@ def test_who_waited_in_vain_gets_another_slot_under_the_same_token_before_all_ot
     assert queue.is_granted(first.token)
 
 
+def test_who_waited_in_vain_for_the_first_part_of_its_place_keeps_its_promise() -> None:
+    queue = FullQueue(requests=10, tokens=5000)
+    queue.free(Amounts(5, 0))
+    first, *others = [queue.refused(Amounts(0, 400)) for _ in range(10)]
+    queue.ask(Amounts(5, 0))
+    slot = 10.0 + first.retry_after_s
+    assert queue.ask(ONE, token=first.token, now=slot) == []
+    queue.wake(slot + HOLD_S)
+    ((_, again),) = [to for to in queue.wake(slot + CLAIM_PATIENCE_S) if isinstance(to[1], Refused)]
+    assert isinstance(again, Refused)
+    assert again.token == first.token
+    assert again.retry_after_s < others[-1].retry_after_s
+
+
 def test_who_is_early_is_told_the_rest() -> None:
     queue = FullQueue(requests=10)
     refused = [queue.refused() for _ in range(50)][-1]
@@ -220,6 +234,20 @@ def test_a_token_is_good_for_one_request() -> None:
     queue.free(now=now)
     assert queue.is_granted(refused.token)
     assert queue.refused(token=refused.token).token != refused.token
+
+
+def test_a_token_sent_twice_before_its_time_is_good_for_one_request() -> None:
+    queue = FullQueue(requests=10)
+    first, second = queue.refused(), queue.refused()
+    now = 10.0 + first.retry_after_s - LEAD_S / 2
+    assert now < 10.0 + second.retry_after_s - LEAD_S
+    queue.free(now=now)
+    # A place is free, but booked for the first: both wait for it, until the second is on time.
+    assert queue.ask(token=second.token) == queue.ask(token=second.token) == []
+    (_, granted), (_, refused) = queue.wake(10.0 + second.retry_after_s)
+    assert isinstance(granted, Granted)
+    assert isinstance(refused, Refused)
+    assert refused.token not in ("", second.token)
 
 
 def test_who_sends_no_token_is_known_by_its_alias_and_equals_take_turns() -> None:
