@@ -11,6 +11,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
@@ -109,6 +110,8 @@ class RankLink:
         self._num_unseen_tokens = 0
         self._num_held_sequences = 0
         self._num_held_tokens = 0
+        self._promised: dict[int, Callable[[], None]] = {}
+        """What gives back the room that is held elsewhere, of those that are to be handed off."""
         self._kept: set[int] = set()
         self._keeps: asyncio.TimerHandle | None = None
         """While something is kept."""
@@ -191,8 +194,13 @@ class RankLink:
             self._show()
             self._tell_if_idle()
 
-    def hand_off(self, request_id: int) -> None:
-        """Another rank is to go on: unless the request ends by itself, its choice hears of a hand-off."""
+    def hand_off(self, request_id: int, to: RankLink, num_tokens: int) -> None:
+        """Another rank is to go on: unless the request ends by itself, its choice hears of a hand-off.
+
+        Room for so many tokens is held there until its choice hears how it ended here, or it is aborted.
+        """
+        to.hold(1, num_tokens)
+        self._promised[request_id] = partial(to.give_back, 1, num_tokens)
         self._connection.send(self._encoder.encode(HandOff(request_id)))
 
     def keep(self, request_id: int) -> None:
@@ -239,6 +247,7 @@ class RankLink:
         """Raises AssertionError unless the figures agree with each other."""
         assert self._priority_of.keys() == self._live.keys()
         assert self._num_of_priority == Counter(self._priority_of.values())
+        assert self._promised.keys() <= self._live.keys(), "room is held for one that has ended here"
         assert self._unseen.keys() <= self._live.keys(), "an ended sequence is still counted as unseen"
         assert self._num_unseen_tokens == sum(unseen.num_tokens for unseen in self._unseen.values())
         assert min(self._num_held_sequences, self._num_held_tokens) >= 0, "more was given back than held"
@@ -370,6 +379,8 @@ class RankLink:
 
     def _forget(self, request_id: int) -> Choice | None:
         self._saw(request_id)
+        if (give_back := self._promised.pop(request_id, None)) is not None:
+            give_back()
         priority = self._priority_of.pop(request_id, None)
         if priority is not None:
             self._num_of_priority[priority] -= 1
@@ -397,6 +408,9 @@ class RankLink:
         self._prefixes.forget(self.record.boot_id)
         self._ranks.forget(self.row)
         live, self._live = self._live, {}
+        for give_back in self._promised.values():
+            give_back()
+        self._promised.clear()
         self._priority_of.clear()
         self._num_of_priority.clear()
         for answer in self._queries.values():

@@ -123,6 +123,10 @@ class RankPool:
         """Whether a rank that is made for this leg is connected, or must be waited for."""
         return not self._falls_back or self.ranks.suitable(leg, falls_back=False).size > 0
 
+    def has_rank_for(self, leg: Leg) -> bool:
+        """Whether there is one that could take it, once it has room."""
+        return self.ranks.suitable(leg, falls_back=self._falls_back).size > 0
+
     def _cached(self, prompt: PromptPrefix) -> CachedPrefix:
         """What ranks have of it; nothing where there is no choice, and so no need to know."""
         return self.prefixes.find(prompt) if self._has_choice else NOTHING_CACHED
@@ -219,7 +223,7 @@ class RankPool:
             return await asyncio.shield(link.closed)
         finally:
             del self._links[record.boot_id]
-            if self._links_by_row[link.row] is link:
+            if self._links_by_row.get(link.row) is link:
                 del self._links_by_row[link.row]
             self.dispatcher.ranks_changed()
 

@@ -146,7 +146,14 @@ class Sequences:
             link = dispatcher.peek(placing, needs_room=False)
             if link is None or self._pool.num_uncached_tokens(prompt, link) + num_generated >= least:
                 placing.leg = Leg.PREFILL
-        return placing.leg, await dispatcher.place(placing)
+        return placing.leg, await self._dispatch(placing)
+
+    async def _dispatch(self, placing: Placing) -> RankLink:
+        """The rank for it. One that has begun to leave since it gave room, or was lost, gets nothing more."""
+        while True:
+            link = await self._pool.dispatcher.place(placing)
+            if link.is_open and self._pool.ranks.is_member(link.row):
+                return link
 
     def _placing(
         self,
@@ -269,15 +276,17 @@ class Sequences:
             self._abandon(sequence)
             return
         handed_off_at = self._loop.time()
-        if sequence.is_leaving and not end.kv_transfer_params:
-            self._start_move(choice, self._place_anew(sequence, FailoverOutcome.LEFT, _left(sequence)))
-            return
+        leg = Leg.WHOLE if sequence.is_leaving and not end.kv_transfer_params else Leg.DECODE
         preferred, sequence.next_link = sequence.next_link or sequence.link, None
         num_generated = len(choice.generated)
-        placing = self._placing(Leg.DECODE, sequence.prefix, 1, num_generated, is_move=True, preferred=preferred)
+        placing = self._placing(leg, sequence.prefix, 1, num_generated, is_move=True, preferred=preferred)
         link = self._pool.dispatcher.try_now(placing)
         if link is not None:
             self._go_on(sequence, link, end, handed_off_at)
+        elif sequence.is_leaving and sequence.link.is_open and not self._pool.has_rank_for(leg):
+            self._stay(sequence)
+        elif leg is Leg.WHOLE:
+            self._start_move(choice, self._place_anew(sequence, FailoverOutcome.LEFT, _left(sequence)))
         else:
             self._start_move(choice, self._move(sequence, placing, end, handed_off_at))
 
@@ -292,11 +301,11 @@ class Sequences:
     async def _place_kept(self, sequence: _Sequence, placing: Placing) -> RankLink:
         """Its KV does not expire meanwhile."""
         if sequence.kept is None:
-            return await self._pool.dispatcher.place(placing)
+            return await self._dispatch(placing)
         holder, id_there = sequence.kept
         holder.keep(id_there)
         try:
-            return await self._pool.dispatcher.place(placing)
+            return await self._dispatch(placing)
         finally:
             holder.let_go(id_there)
 
@@ -324,16 +333,25 @@ class Sequences:
         is_prefill = not choice.generated and sequence.link.record.role is PoolRole.PREFILL
         leg = Leg.PREFILL if is_prefill else Leg.WHOLE
         placing = self._placing(leg, sequence.prefix, 1, len(choice.generated), is_move=True)
-        if self._pool.dispatcher.peek(placing, needs_room=True) is None:
+        link = self._pool.dispatcher.peek(placing, needs_room=True)
+        if link is None:
             return
         sequence.next_link = None
         if choice.generated:
-            sequence.is_leaving = True
-            sequence.link.hand_off(sequence.id_there)
+            sequence.is_leaving, sequence.next_link = True, link
+            num_uncached = self._pool.num_uncached_tokens(sequence.prefix, link)
+            sequence.link.hand_off(sequence.id_there, link, num_uncached + len(choice.generated))
         else:
             # Nothing of it has been heard, and its prompt is computed anew.
             sequence.link.abort(sequence.id_there)
-            self._start_move(choice, self._place_anew(sequence, FailoverOutcome.LEFT, _left(sequence)))
+            self._metrics.failover(FailoverOutcome.LEFT)
+            self._send(sequence, leg, link)
+
+    def _stay(self, sequence: _Sequence) -> None:
+        """All others have gone since it was handed off: its rank has it again, and finds it in its own cache."""
+        submit = _with_generated(sequence)
+        self._submit(sequence, sequence.link, submit, 1)
+        self._abandon(sequence)
 
     # ---- its rank is lost ----
 

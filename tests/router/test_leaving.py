@@ -9,10 +9,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rank_scheduler.messages import Leaving
+from rank_scheduler.messages import Leaving, RankLoad, StepFrame
 from router.control_messages import Members, PoolRole
 from router.placement import Leg
-from router.rank_link import MOVE_INTERVAL_S
+from router.rank_link import MOVE_INTERVAL_S, RankLink
+from router.room import Room
 from tests.router.fake_cluster import Cluster, FakeRank, in_loop, running, until
 from tests.router.test_failover import REPLY, allow, events, limit, stopped_at, text_of
 
@@ -105,6 +106,94 @@ async def test_the_last_rank_keeps_what_it_has_until_another_comes(tmp_path: Pat
         assert (await waiting).json()["choices"][0]["text"] == REPLY
         assert (len(leaving.submits), len(leaving.hand_offs)) == (1, 1)
         assert sorted(submit.num_generated for submit in replacement.submits) == [0, 5]
+
+
+def link_to(cluster: Cluster, rank: FakeRank) -> RankLink:
+    return next(link for link in cluster.service.pool.links if link.record.boot_id == f"boot-{rank.index}")
+
+
+def says(link: RankLink, *messages: Leaving | StepFrame) -> None:
+    """All in one read of its socket."""
+    for message in messages:
+        link._on_frame(msgspec.msgpack.encode(message))
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1], ids=["prompts", "streams"])
+@in_loop
+async def test_no_more_leave_at_a_time_than_others_have_room_for(tmp_path: Path, num_tokens: int) -> None:
+    async with running(tmp_path, reply=REPLY, num_ranks=2, max_num_seqs=2 + 3) as cluster:
+        limit(cluster, 3 * num_tokens)
+        several = asyncio.create_task(cluster.complete(n=3))
+        leaving = await stopped_at(cluster, 3 * num_tokens, num_sequences=3)
+        stays = other(cluster, leaving)
+        others = [asyncio.create_task(cluster.complete()) for _ in range(2)]
+        await until(lambda: len(stays.submits) == 2)
+        leaving.leave(0.0)
+        await until(lambda: len(stays.submits) == 3)
+        assert len(leaving.live) == 2
+        assert cluster.service.pool.dispatcher.num_waiting == 0
+        allow(cluster, float("inf"))
+        assert [choice["text"] for choice in (await several).json()["choices"]] == [REPLY] * 3
+        assert [answer.status_code for answer in await asyncio.gather(*others)] == [200, 200]
+        assert cluster.counted("serried_failovers") == {"left": 1}
+
+
+@in_loop
+async def test_room_for_what_ends_before_it_could_leave_is_free(tmp_path: Path) -> None:
+    async with running(tmp_path, reply=REPLY, num_ranks=2, max_num_seqs=2 + 1) as cluster:
+        limit(cluster, len(REPLY))
+        ended = asyncio.create_task(cluster.complete())
+        leaving = await stopped_at(cluster, len(REPLY))
+        link, target = link_to(cluster, leaving), link_to(cluster, other(cluster, leaving))
+        await until(lambda: target.load.num_deferred == 2)
+        leaving.allow(1)
+        says(link, Leaving(60.0))
+        link._move_live()
+        assert target.room is Room.NONE
+        assert (await ended).json()["choices"][0]["text"] == REPLY
+        assert target.room > Room.NONE
+        target.check_integrity()
+        assert cluster.counted("serried_failovers") == {}
+
+
+@pytest.mark.parametrize("params", [None, KV], ids=["without KV", "with its KV"])
+@in_loop
+async def test_what_was_to_go_to_a_rank_that_leaves_as_well_stays(
+    tmp_path: Path, params: dict[str, int] | None
+) -> None:
+    async with running(tmp_path, reply=REPLY, num_ranks=2, max_failovers=0) as cluster:
+        limit(cluster, 3)
+        stream = asyncio.create_task(events(cluster))
+        leaving = await stopped_at(cluster, 3)
+        leaving.handed_params = params
+        link, target = link_to(cluster, leaving), link_to(cluster, other(cluster, leaving))
+        says(link, Leaving(0.0))
+        link._move_live()
+        says(target, Leaving(60.0))
+        await until(lambda: len(leaving.submits) == 2)
+        assert leaving.submits[-1].kv_transfer_params is None
+        assert leaving.aborts == ([] if params is None else leaving.hand_offs)
+        allow(cluster, float("inf"))
+        assert text_of(await stream) == REPLY
+        assert not other(cluster, leaving).submits
+        assert cluster.counted("serried_failovers") == {}
+
+
+@in_loop
+async def test_room_that_a_rank_gave_just_before_it_said_that_it_leaves_is_not_used(tmp_path: Path) -> None:
+    async with running(tmp_path, reply=REPLY, num_ranks=2, max_num_seqs=2 + 1, max_failovers=0) as cluster:
+        limit(cluster, 0)
+        asked = [asyncio.create_task(cluster.complete()) for _ in range(3)]
+        await until(lambda: cluster.service.pool.dispatcher.num_waiting == 1)
+        leaving, stays = cluster.ranks
+        # It has put aside what it ran, say.
+        says(link_to(cluster, leaving), StepFrame(RankLoad(num_steps=9)), Leaving(60.0))
+        assert cluster.service.pool.dispatcher.num_waiting == 0
+        await until(lambda: cluster.service.pool.dispatcher.num_waiting == 1)
+        assert len(leaving.submits) == 1
+        allow(cluster, float("inf"))
+        assert [answer.status_code for answer in await asyncio.gather(*asked)] == [200] * 3
+        assert len(stays.submits) == 2
 
 
 @in_loop
