@@ -8,12 +8,12 @@ counts is `p99_ratio`: the 99th percentile of the short ones' time to the first 
 
 Without `--url`, time is virtual. The router's dispatcher, line and policy are the real ones, and so are the ranks'
 schedulers; a step takes `STEP_S`, and `TOKEN_S` for each prompt token. Shown for several values of
-`long_prefill_token_threshold`, without and with `short_prefills_first`; `one line` is `p99_ratio` where both are
+`long_prefill_token_threshold`, without and with `short_prefill_tokens`; `one line` is `p99_ratio` where both are
 one tenant to the router; `long_s_ratio` is what it costs the long ones: their time to the end, beside the short ones,
 against the first line's.
 
 With `--url`, the requests go to a server that runs, for a while alone and for a while beside the long ones, in turn.
-Start it with `--long-prefill-token-threshold 64 --short-prefills-first`, and without, to see the difference.
+Start it with `--long-prefill-token-threshold 16 --short-prefill-tokens 64`, and without, to see the difference.
 """
 
 from __future__ import annotations
@@ -105,6 +105,7 @@ class SimulatedLink:
             BLOCK_SIZE,
             max_num_batched_tokens=config.max_num_batched_tokens,
             long_prefill_token_threshold=config.long_prefill_token_threshold,
+            short_prefill_tokens=config.short_prefill_tokens,
         )
         self._ranks, self._dispatcher = ranks, dispatcher
         self._scheduler = Scheduler(config, setup)
@@ -238,16 +239,17 @@ def in_virtual_time(*arguments: Any, **options: Any) -> Outcome:
 def run_virtual(arguments: argparse.Namespace) -> dict[str, float]:
     """Every figure is the median over the seeds."""
     thresholds: list[int] = arguments.thresholds
-    variants = [(threshold, first) for threshold in thresholds for first in (False, True) if threshold or not first]
+    most = Workload.short_tokens[1]
+    variants = [(threshold, short) for threshold in thresholds for short in (0, most) if threshold or not short]
     figures: dict[str, float] = {}
-    print("threshold  short first  alone p99 ms   p50 ms   p99 ms  p99_ratio  one line   long_s  long_s_ratio")
+    print("threshold  short tokens  alone p99 ms   p50 ms   p99 ms  p99_ratio  one line   long_s  long_s_ratio")
     usual_s = 0.0
-    for threshold, short_first in variants:
+    for threshold, short in variants:
         config = SchedulerConfig(
             max_num_seqs=MAX_NUM_SEQS,
             max_num_batched_tokens=arguments.step_tokens,
             long_prefill_token_threshold=threshold,
-            short_prefills_first=short_first,
+            short_prefill_tokens=short,
             async_scheduling=False,
         )
         rows = []
@@ -262,9 +264,9 @@ def run_virtual(arguments: argparse.Namespace) -> dict[str, float]:
             rows.append((1e3 * alone_s, 1e3 * p50, 1e3 * p99, p99 / alone_s, one_line, beside.long_end))
         alone_ms, p50_ms, p99_ms, ratio, one_line, long_s = map(statistics.median, zip(*rows, strict=True))
         usual_s = usual_s or long_s
-        print(f"{threshold:>9} {short_first!s:>12} {alone_ms:>13.1f} {p50_ms:>8.1f} {p99_ms:>8.1f}", end="")
+        print(f"{threshold:>9} {short:>13} {alone_ms:>13.1f} {p50_ms:>8.1f} {p99_ms:>8.1f}", end="")
         print(f" {ratio:>10.2f} {one_line:>9.0f} {long_s:>8.1f} {long_s / usual_s:>13.2f}")
-        name = f"{threshold}_short_first" if short_first else str(threshold)
+        name = f"{threshold}_{short}" if short else str(threshold)
         figures |= {f"p99_ratio_{name}": round(ratio, 3), f"long_s_ratio_{name}": round(long_s / usual_s, 3)}
     return figures
 

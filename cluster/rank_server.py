@@ -160,6 +160,7 @@ class RankServer:
             max_num_inflight_kv_loads=(config.max_num_inflight_kv_loads or 0) if role is PoolRole.DECODE else 0,
             max_num_batched_tokens=config.num_scheduled_tokens_limit,
             long_prefill_token_threshold=config.long_prefill_token_threshold if config.enable_chunked_prefill else 0,
+            short_prefill_tokens=config.short_prefill_tokens,
             num_blocks=capacity.num_blocks - 1,
             block_size=capacity.block_size,
             role=role,

@@ -117,10 +117,11 @@ class SchedulerConfig(_Section):
         default=False,
         description="Raise the threshold to max_num_batched_tokens divided by the requests, while those are few.",
     )
-    short_prefills_first: bool = Field(
-        default=False,
-        description="A prompt of which more than long_prefill_token_threshold is left gets no part of a step in which "
-        "a shorter one begins, in every other step at most; and that threshold holds for a second longer.",
+    short_prefill_tokens: int = Field(
+        default=0,
+        ge=0,
+        description="A prompt that lacks at most so many tokens is not cut by long_prefill_token_threshold, and longer "
+        "ones get no part of a step in which it begins, in three steps of four at most. 0: off.",
     )
     max_num_queued_reqs: int | None = Field(
         default=None,
@@ -267,11 +268,11 @@ class SchedulerConfig(_Section):
                 f"max_num_active_seqs ({self.max_num_active_seqs}) is more than max_num_seqs ({self.max_num_seqs}): "
                 "a rank has no slots for them; lower max_num_active_seqs or raise max_num_seqs"
             )
-        if self.short_prefills_first and not (self.long_prefill_token_threshold and self.enable_chunked_prefill):
+        if self.short_prefill_tokens and not (self.long_prefill_token_threshold and self.enable_chunked_prefill):
             raise ValueError(
-                f"short_prefills_first (True) does nothing with long_prefill_token_threshold "
+                f"short_prefill_tokens ({self.short_prefill_tokens}) does nothing with long_prefill_token_threshold "
                 f"{self.long_prefill_token_threshold} and enable_chunked_prefill {self.enable_chunked_prefill}: set "
-                "the threshold (256 for example), and leave chunked prefill on"
+                "the threshold (64 for example), and leave chunked prefill on"
             )
         if self.num_scheduled_tokens_limit <= self.num_speculative_tokens:
             raise ValueError(

@@ -23,11 +23,13 @@ class StepDraft:
     encoder_budget: int
     yields_to: int | None = None
     """A waiting sequence of this priority goes before prompt chunks of running ones with a larger value."""
+    short_tokens: int = 0
+    """Prompts that lack at most so many when they begin are not cut by `prefill_cap`."""
     shorter_first: bool = False
-    """Prompts with more left than `prefill_cap` come last, and get nothing if a shorter one begins."""
+    """Running prompts that lack more than `prefill_cap` come last, and get nothing if a short one begins."""
     begins_shorter: bool = False
     has_longer: bool = False
-    """There are such prompts."""
+    """There are such running prompts."""
     running: tuple[Int32Array, Int64Array] | None = None
     """Slots and epochs of what ran when the step began."""
     slots: list[Int32Array] = field(default_factory=list)

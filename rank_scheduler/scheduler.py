@@ -414,7 +414,7 @@ class Scheduler:
         num_requests = len(state.batch) + num_waiting
         if num_requests > 1:
             self._last_company_at = now
-        are_many = num_requests > 1 or (config.short_prefills_first and now - self._last_company_at < COMPANY_S)
+        are_many = num_requests > 1 or (config.short_prefill_tokens > 0 and now - self._last_company_at < COMPANY_S)
         if config.long_prefill_token_threshold and config.enable_chunked_prefill and are_many:
             cap = config.long_prefill_token_threshold
             if config.long_prefill_token_threshold_adaptive:
@@ -429,7 +429,8 @@ class Scheduler:
             defer_prefills=defers_prefills,
             encoder_budget=config.encoder_budget,
             yields_to=yields_to,
-            shorter_first=config.short_prefills_first and cap > 0 and self._num_held_steps < MAX_HELD_STEPS,
+            short_tokens=config.short_prefill_tokens,
+            shorter_first=config.short_prefill_tokens > 0 and cap > 0 and self._num_held_steps < MAX_HELD_STEPS,
         )
 
     def _defers_prefills(self) -> bool:
@@ -467,7 +468,8 @@ class Scheduler:
         state, batch, config = self._state, self._state.batch, self.config
         most = config.long_prefill_token_threshold if config.enable_chunked_prefill else 0
         most = most or config.num_scheduled_tokens_limit
-        total = min(state.waiting.num_tokens, len(state.waiting) * most) + len(batch) - batch.num_idle
+        most_of_new = max(most, config.short_prefill_tokens)
+        total = min(state.waiting.num_tokens, len(state.waiting) * most_of_new) + len(batch) - batch.num_idle
         if state.may_have_prefills:
             remaining = np.maximum(batch.num_prompt[batch.order] - batch.num_computed[batch.order], 1)
             total += int(np.minimum(remaining, most).sum()) - len(remaining)

@@ -233,7 +233,8 @@ class WaitingPass:
         remaining = num_tokens - num_computed
         if draft.defer_prefills and remaining > 1:
             return Obstacle(WaitReason.CADENCE, {"prefill_schedule_interval": config.prefill_schedule_interval})
-        count = min(remaining, draft.prefill_cap) if draft.prefill_cap else remaining
+        is_cut = draft.prefill_cap and remaining > draft.short_tokens
+        count = min(remaining, draft.prefill_cap) if is_cut else remaining
         if not config.enable_chunked_prefill and remaining > draft.budget:
             return Obstacle(WaitReason.BUDGET, {"num_tokens": remaining, "left": draft.budget})
         count = min(count, draft.budget)
@@ -283,7 +284,7 @@ class WaitingPass:
             draft.acquire(state, sequence, slot, fit)
         draft.budget -= count
         draft.has_prefill |= remaining > 1
-        draft.begins_shorter |= remaining <= draft.prefill_cap
+        draft.begins_shorter |= remaining <= draft.short_tokens
         slots.append(slot)
         counts.append(count)
         if self._caches:

@@ -50,6 +50,8 @@ class RankRecord(msgspec.Struct, frozen=True):
     """So many it takes beyond `max_num_seqs` if their KV is loaded, to have them ready when a slot is free."""
     long_prefill_token_threshold: int = 0
     """Most tokens of one sequence in a step, if it is not alone; 0: no limit."""
+    short_prefill_tokens: int = 0
+    """Prompts that lack at most so many are not cut by that."""
 
 
 class Register(msgspec.Struct, frozen=True, tag="register"):

@@ -30,7 +30,7 @@ from router.rank_table import Candidates, RankTable
 from router.waiting_line import Answer, Waiter, WaitingLine
 
 MAX_BYPASSES_PER_RANK = 8
-"""So often, times the ranks that it may go to, later ones may pass one that fits nowhere; as on a rank."""
+"""So often, times the ranks that it may go to, later ones may pass one for which KV room lacks; as on a rank."""
 
 ASK_AGAIN_S = 0.05
 
@@ -255,7 +255,9 @@ class Dispatcher:
         if found is None and yields:
             found = link
         if found is None:
-            return Answer.UNSUITED
+            # A long prompt that is begun when the one before has been computed loses nothing to short ones meanwhile.
+            is_early = placing.leg is not Leg.DECODE and not self._ranks.takes_any_prompt[self._open(placing)].any()
+            return Answer.LATER if is_early else Answer.UNSUITED
         num_uncached = placing.num_tokens - self._cached(placing.prompt).num_tokens(found.row)
         placing.num_held_tokens = placing.num_sequences * max(1, num_uncached)
         found.hold(placing.num_sequences, placing.num_held_tokens)

@@ -48,6 +48,7 @@ def room(record: RankRecord, load: RankLoad, num_unseen_sequences: int, num_unse
 def num_step_tokens_left(record: RankRecord, load: RankLoad, num_unseen_sequences: int, num_unseen_tokens: int) -> int:
     """How long a prompt may be that goes beside those in progress: its next step has room for it, if not for all."""
     most_of_one = record.long_prefill_token_threshold or record.max_num_batched_tokens
-    num_unseen = min(num_unseen_tokens, num_unseen_sequences * most_of_one)
+    most_of_new = max(most_of_one, record.short_prefill_tokens)
+    num_unseen = min(num_unseen_tokens, num_unseen_sequences * most_of_new)
     num_left = record.max_num_batched_tokens - load.num_step_tokens - num_unseen
-    return min(num_left, NUM_STEPS_AHEAD * most_of_one)
+    return min(num_left, max(NUM_STEPS_AHEAD * most_of_one, most_of_new))

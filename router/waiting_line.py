@@ -42,6 +42,8 @@ class Answer(Enum):
     TAKEN = auto()
     UNSUITED = auto()
     """Not by this one; nothing has changed."""
+    LATER = auto()
+    """The same, and what it waits for is nothing that others could take from it."""
     NO_ROOM = auto()
     """There is none; nothing has changed."""
 
@@ -262,9 +264,11 @@ class WaitingLine(Generic[_Item]):
     def serve(self, pins: Sequence[str | None], offer: Callable[[Waiter[_Item]], Answer], max_bypasses: int) -> int:
         """Offer a rank's room to those with one of these pins, in order, until there is none; how many took of it.
 
-        One whom it does not suit may be passed `max_bypasses` times by later ones; then nobody does.
+        One whom it does not suit may be passed `max_bypasses` times by later ones; then nobody does. One for whom it is
+        only too early may be passed without bound.
         """
         passed: list[Waiter[_Item]] = []
+        harmed: Waiter[_Item] | None = None
         num_passed: Counter[tuple[_Level, str]] = Counter()
         levels: set[_Level] = set()
         num_taken = 0
@@ -276,17 +280,19 @@ class WaitingLine(Generic[_Item]):
             if answer is Answer.TAKEN:
                 self._queues[level].charge(waiter)
                 num_taken += 1
-                if passed:
-                    passed[0].num_bypasses += 1
+                if harmed is not None:
+                    harmed.num_bypasses += 1
             else:
                 passed.append(waiter)
+                if harmed is None and answer is Answer.UNSUITED:
+                    harmed = waiter
                 account = (level, waiter.turn.account)
                 num_passed[account] += 1
                 if num_passed[account] == MAX_PASSED_OF_TENANT:
                     self._queues[level].hide(waiter.turn.account)
             if answer is Answer.NO_ROOM or len(passed) > MAX_PASSED:
                 break
-            if passed and passed[0].num_bypasses >= max_bypasses:
+            if harmed is not None and harmed.num_bypasses >= max_bypasses:
                 break
         for level in levels:
             self._queues[level].show()

@@ -345,7 +345,7 @@ def test_every_key_is_reached_by_its_flag(flag: Any, monkeypatch: pytest.MonkeyP
     if flag.path.startswith("kv_transfer.") and flag.name != "kv_connector":
         arguments += ["--kv-connector", "PullConnector"]
         overrides["kv_transfer.kv_connector"] = "PullConnector"
-    if flag.path == "scheduler.short_prefills_first":
+    if flag.path == "scheduler.short_prefill_tokens":
         arguments += ["--long-prefill-token-threshold", "100"]
         overrides["scheduler.long_prefill_token_threshold"] = 100
     if flag.path.startswith("router.tls_"):
@@ -380,8 +380,7 @@ def test_roles_and_connectors_that_do_not_fit_are_refused(
 def test_a_switch_goes_both_ways(switch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     name = switch.name.replace("_", "-")
     for argument, value in ((f"--{name}", True), (f"--no-{name}", False)):
-        needed = ["--long-prefill-token-threshold", "100"] if switch.name == "short_prefills_first" else []
-        assert at(serve_with([argument, *needed], monkeypatch), switch.path) is value
+        assert at(serve_with([argument], monkeypatch), switch.path) is value
 
 
 def test_flags_and_arguments_together(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

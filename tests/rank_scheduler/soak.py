@@ -127,7 +127,8 @@ class Soak:
             "preemption_policy": rng.choice(["least_lost", "last"]),
             "max_kv_load_retries": rng.choice([0, 1]),
         }
-        fields["short_prefills_first"] = bool(chunked and fields["long_prefill_token_threshold"]) and rng.random() < 0.5
+        if chunked and fields["long_prefill_token_threshold"]:
+            fields["short_prefill_tokens"] = rng.choice([0, 4, 12])
         if speculates:
             fields["speculative"] = SpeculativeConfig(
                 num_speculative_tokens=rng.randint(1, 3), prompt_lookup_min=1, prompt_lookup_max=rng.randint(1, 3)

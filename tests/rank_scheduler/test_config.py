@@ -19,7 +19,7 @@ DEFAULTS: dict[str, object] = {
     "max_async_kv_loads_per_step": None,
     "long_prefill_token_threshold": 0,
     "long_prefill_token_threshold_adaptive": False,
-    "short_prefills_first": False,
+    "short_prefill_tokens": 0,
     "max_num_queued_reqs": None,
     "max_num_queued_tokens": None,
     "queued_tokens_accounting": "exact",
@@ -56,7 +56,7 @@ CHANGED: dict[str, tuple[Any, bool]] = {
     "max_async_kv_loads_per_step": (2, False),
     "long_prefill_token_threshold": (256, False),
     "long_prefill_token_threshold_adaptive": (True, False),
-    "short_prefills_first": (True, False),
+    "short_prefill_tokens": (128, False),
     "max_num_queued_reqs": (7, False),
     "max_num_queued_tokens": (7000, False),
     "queued_tokens_accounting": ("conservative", False),
@@ -111,6 +111,7 @@ def test_speculation_defaults() -> None:
         ("max_async_kv_loads_per_step", 0),
         ("long_prefill_token_threshold", -1),
         ("long_prefill_token_threshold_adaptive", "perhaps"),
+        ("short_prefill_tokens", -1),
         ("max_num_queued_reqs", -1),
         ("max_num_queued_tokens", -1),
         ("enable_chunked_prefill", None),
@@ -215,8 +216,8 @@ def test_speculation_refuses(fields: dict[str, Any], parts: list[str]) -> None:
             ["speculative.num_speculative_tokens (16)", "step (12)", "max_num_scheduled_tokens"],
         ),
         (
-            {"short_prefills_first": True},
-            ["short_prefills_first (True)", "long_prefill_token_threshold 0", "set the threshold"],
+            {"short_prefill_tokens": 99},
+            ["short_prefill_tokens (99)", "long_prefill_token_threshold 0", "set the threshold"],
         ),
         (
             {"async_scheduling": True, "runner_type": "pooling"},
@@ -503,7 +504,7 @@ def test_async_scheduling_that_the_rank_cannot_do_is_refused() -> None:
 
 def needed_with(field: str) -> dict[str, Any]:
     """The encoder's limits shape something only where there is an encoder; who is first needs a notion of long."""
-    if field == "short_prefills_first":
+    if field == "short_prefill_tokens":
         return {"long_prefill_token_threshold": 256}
     return {"is_multimodal_model": True} if "encoder" in field else {}
 

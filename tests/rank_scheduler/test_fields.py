@@ -226,26 +226,26 @@ def test_an_adaptive_cap_without_a_threshold_is_none():
 
 def engine_with_a_long_prompt(**fields):
     engine = SmallEngine(
-        max_num_batched_tokens=64, max_num_seqs=16, long_prefill_token_threshold=6, short_prefills_first=True, **fields
+        max_num_batched_tokens=64, max_num_seqs=16, long_prefill_token_threshold=6, short_prefill_tokens=9, **fields
     )
     engine.submit(1, prompt_of(60), max_tokens=1)
     engine.submit(2, prompt_of(3, start=9), max_tokens=9)
     return engine
 
 
-@of_field("short_prefills_first")
+@of_field("short_prefill_tokens")
 def test_a_long_prompt_gets_no_part_of_a_step_in_which_a_short_one_begins():
     engine = engine_with_a_long_prompt()
     assert engine.step_shares() == {1: 6, 2: 3}, "it begins with it"
     assert engine.step_shares() == {1: 6, 2: 1}
-    engine.submit(3, prompt_of(6, start=3), max_tokens=1)
-    assert engine.step_shares() == {2: 1, 3: 6}
-    engine.submit(4, prompt_of(7, start=4), max_tokens=1)
+    engine.submit(3, prompt_of(9, start=3), max_tokens=1)
+    assert engine.step_shares() == {2: 1, 3: 9}, "which is not cut"
+    engine.submit(4, prompt_of(10, start=4), max_tokens=1)
     assert engine.step_shares() == {1: 6, 2: 1, 4: 6}, "that one is long"
-    assert engine.step_shares() == {1: 6, 2: 1, 4: 1}
+    assert engine.step_shares() == {1: 6, 2: 1, 4: 4}
 
 
-@of_field("short_prefills_first")
+@of_field("short_prefill_tokens")
 def test_short_prompts_take_three_steps_of_four_at_most():
     engine = engine_with_a_long_prompt()
     engine.step_shares()
@@ -256,7 +256,7 @@ def test_short_prompts_take_three_steps_of_four_at_most():
     assert has_part == [False, False, False, True] * 2
 
 
-@of_field("short_prefills_first")
+@of_field("short_prefill_tokens")
 def test_the_cap_holds_for_a_while_after_the_last_short_prompt():
     engine = engine_with_a_long_prompt()
     assert engine.step_shares() == {1: 6, 2: 3}
@@ -267,7 +267,7 @@ def test_the_cap_holds_for_a_while_after_the_last_short_prompt():
     assert engine.step_shares() == {1: 48}
 
 
-@of_field("short_prefills_first")
+@of_field("short_prefill_tokens")
 def test_among_priorities_both_come_after_those_for_whom_they_make_room():
     engine = engine_with_a_long_prompt(policy="priority")
     engine.step_shares()

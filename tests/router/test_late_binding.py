@@ -57,6 +57,8 @@ def test_room_ends_with_slots_and_with_two_steps_of_prompt_tokens() -> None:
     assert room(capped, busy, 1, 20) is Room.STEP
     assert num_step_tokens_left(capped, busy, 4, 900) == 100 - 4 * 20, "a step takes no more of each"
     assert num_step_tokens_left(capped, busy, 0, 0) == 20 * NUM_STEPS_AHEAD
+    uncut = msgspec.structs.replace(capped, short_prefill_tokens=50)
+    assert (room(uncut, busy, 1, 20), num_step_tokens_left(uncut, busy, 1, 900)) == (Room.STEP, 50)
     long = RankLoad(num_running=2, num_waiting_tokens=900, num_step_tokens=30)
     assert (room(record, long, 1, 69), num_step_tokens_left(record, long, 1, 69)) == (Room.STEP, 1)
     assert room(record, long, 1, 70) is Room.SLOT

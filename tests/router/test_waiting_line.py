@@ -151,6 +151,16 @@ def test_a_look_past_those_that_do_not_fit_is_bounded() -> None:
     assert take(line, 2000) == [f"a{index}" for index in range(1000)]
 
 
+def test_one_for_whom_it_is_too_early_is_passed_without_bound() -> None:
+    line: WaitingLine[str] = WaitingLine()
+    fill(line, "long", [1000])
+    fill(line, "s", [1] * 50)
+    answers = {"l": Answer.LATER, "s": Answer.TAKEN}
+    assert line.serve(ANY, lambda waiter: answers[waiter.item[0]], 3) == 50
+    assert [waiter.num_bypasses for waiter in line] == [0]
+    line.check_integrity()
+
+
 def test_a_look_past_many_tenants_is_bounded_too() -> None:
     line: WaitingLine[str] = WaitingLine()
     for tenant in range(100):
