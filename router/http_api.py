@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from functools import partial
+from importlib import metadata
 from typing import Any, TypeVar
 
 import msgspec
@@ -45,6 +46,17 @@ from router.shared_answer import SharedAnswer
 from router.tokenizer import ChatTokenizer
 
 AnyRequest = TypeVar("AnyRequest", ChatCompletionRequest, CompletionRequest)
+NOT_SERVED = {
+    "/v1/audio": "speech, which a model of text neither hears nor speaks",
+    "/v1/classify": "classes, which a generative model does not give",
+    "/v1/embeddings": "embeddings, which a generative model does not give",
+    "/v1/images": "pictures, which a model of text does not make",
+    "/v1/moderations": "classes, which a generative model does not give",
+    "/v1/pooling": "embeddings, which a generative model does not give",
+    "/v1/rerank": "scores, which a generative model does not give",
+    "/v1/score": "scores, which a generative model does not give",
+}
+"""Routes that clients of this API know, by their beginning, and what they are for."""
 METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -183,7 +195,10 @@ def _add_token_routes(app: FastAPI, service: RouterService) -> None:
         if asked.messages is not None:
             text = tokenizer.render_chat(
                 [message.for_template() for message in asked.messages],
-                add_generation_prompt=asked.add_generation_prompt,
+                add_generation_prompt=asked.begins_answer,
+                continue_final_message=bool(asked.continue_final_message),
+                variables=asked.chat_template_kwargs,
+                tools=[tool.for_template() for tool in asked.tools or ()],
             )
         else:
             text = asked.prompt or ""
@@ -245,11 +260,18 @@ def _add_operation_routes(app: FastAPI, service: RouterService) -> None:
         await service.cancel(request_id, arrival.account)
         return _json({"id": request_id, "cancelled": True})
 
+    @app.get("/version")
+    async def version() -> Response:
+        """Of this software."""
+        return _json({"version": metadata.version("serried")})
+
+    @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health() -> Response:
         """200 while the process answers."""
         return _json({"status": "ok"})
 
+    @app.head("/ready", include_in_schema=False)
     @app.get("/ready")
     async def ready() -> Response:
         """200 while the control actor and at least one rank are connected, 503 otherwise; figures in both cases."""
@@ -260,6 +282,10 @@ def _add_operation_routes(app: FastAPI, service: RouterService) -> None:
     async def metrics() -> Response:
         """Prometheus text format."""
         return Response(service.metrics.exposition(), headers={"content-type": METRICS_CONTENT_TYPE})
+
+
+def _not_served(path: str) -> str | None:
+    return next((what for prefix, what in NOT_SERVED.items() if path == prefix or path.startswith(f"{prefix}/")), None)
 
 
 def _error_body(path: str, error: ApiError) -> bytes:
@@ -284,6 +310,9 @@ def _add_error_handlers(app: FastAPI, service: RouterService) -> None:
     @app.exception_handler(HTTPException)
     async def on_http_error(request: Request, error: HTTPException) -> Response:
         place = f"{request.method} {request.url.path}"
+        if error.status_code == 404 and (what := _not_served(request.url.path)):
+            message = f"{place} is for {what}; only {service.settings.model_name!r} is served here"
+            return refusal(request, ApiError(Cause.NOT_FOUND, message))
         if error.status_code == 404:
             return refusal(request, ApiError(Cause.NOT_FOUND, f"no such route: {place}; see /openapi.json"))
         if error.status_code == 405:

@@ -297,6 +297,24 @@ class GenerateRequest(OutputFormatFields):
             )
 
 
+def _check_tools(tools: Sequence[Tool] | None) -> list[str]:
+    """Their names."""
+    names = [tool.function.name for tool in tools or ()]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise invalid(f"tools: the function {twice!r} is there twice; rename one", "tools")
+    return names
+
+
+def _check_goes_on(continue_final_message: bool | None, add_generation_prompt: bool | None) -> None:
+    if continue_final_message and add_generation_prompt:
+        raise invalid(
+            "continue_final_message: true goes on within the last message, add_generation_prompt begins a new one; "
+            "give one of them",
+            "continue_final_message",
+        )
+
+
 class ChatCompletionRequest(GenerateRequest):
     messages: list[Message] = Field(min_length=1, max_length=MAX_NUM_MESSAGES)
     max_completion_tokens: int | None = Field(default=None, ge=1)
@@ -332,10 +350,7 @@ class ChatCompletionRequest(GenerateRequest):
 
     def check(self) -> None:
         _check_messages(self.messages)
-        names = [tool.function.name for tool in self.tools or ()]
-        if len(set(names)) < len(names):
-            twice = next(name for name in names if names.count(name) > 1)
-            raise invalid(f"tools: the function {twice!r} is there twice; rename one", "tools")
+        names = _check_tools(self.tools)
         if self.tool_choice not in (None, "none", "auto") and not names:
             raise invalid("tool_choice: demands a call, and there are no tools; give tools", "tool_choice")
         if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
@@ -346,12 +361,7 @@ class ChatCompletionRequest(GenerateRequest):
         super().check()
         if self.top_logprobs and not self.logprobs:
             raise invalid(f"top_logprobs: {self.top_logprobs} asks for logprobs = true as well", "top_logprobs")
-        if self.continue_final_message and self.add_generation_prompt:
-            raise invalid(
-                "continue_final_message: true goes on within the last message, add_generation_prompt begins a new "
-                "one; give one of them",
-                "continue_final_message",
-            )
+        _check_goes_on(self.continue_final_message, self.add_generation_prompt)
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise invalid(
                 f"max_tokens: {self.max_tokens} contradicts max_completion_tokens {self.max_completion_tokens}; "
@@ -400,13 +410,25 @@ class TokenizeRequest(Strict):
     messages: list[Message] | None = Field(default=None, min_length=1, max_length=MAX_NUM_MESSAGES)
     add_special_tokens: bool | None = None
     """Default: true for `prompt`, false for `messages` (whose template has them)."""
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Tool] | None = Field(default=None, max_length=MAX_NUM_TOOLS)
     return_token_strs: bool = False
+
+    @property
+    def begins_answer(self) -> bool:
+        return self.add_generation_prompt is not False and not self.continue_final_message
 
     def check(self) -> None:
         if (self.prompt is None) == (self.messages is None):
             raise invalid("prompt: give either prompt or messages", "prompt")
+        for name in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools"):
+            if self.messages is None and getattr(self, name):
+                raise invalid(f"{name}: belongs to messages, not to prompt; leave it out", name)
         _check_messages(self.messages or [])
+        _check_tools(self.tools)
+        _check_goes_on(self.continue_final_message, self.add_generation_prompt)
 
 
 class DetokenizeRequest(Strict):
@@ -456,8 +478,9 @@ def _strip_unused(
         value = fields[name]
         if name not in unsupported:
             raise invalid(f"{_shown_name(path + name)}: unknown field; remove it", _shown_name(path + name))
-        is_n = name == "best_of" and value == fields.get("n", 1)
-        if value is not None and value not in unsupported[name] and not is_n:
+        unused = [*unsupported[name], fields.get("n", 1)] if name == "best_of" else unsupported[name]
+        is_unused = any(value == each and isinstance(value, bool) is isinstance(each, bool) for each in unused)
+        if value is not None and not is_unused:
             raise invalid(f"{path}{name}: not supported, got {_shown(value)}; leave it out", path + name)
         del fields[name]
 

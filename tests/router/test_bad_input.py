@@ -140,6 +140,7 @@ COMPLETION_CASES: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
     "prompt_logprobs 21": ({"prompt_logprobs": 21}, "prompt_logprobs", ("20",)),
     "prompt_logprobs in a stream": ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", ("stream",)),
     "suffix": ({"suffix": "x"}, "suffix", ("not supported",)),
+    "best_of as a switch": ({"best_of": True}, "best_of", ("not supported",)),
     "best_of": ({"best_of": 3}, "best_of", ("not supported",)),
     "messages": ({"messages": MESSAGES}, "messages", ("unknown field",)),
 }
@@ -300,6 +301,8 @@ async def test_unknown_models_and_routes(tmp_path: Path) -> None:
         unnamed = await cluster.client.post("/v1/chat/completions", json={"messages": MESSAGES})
         assert unnamed.json()["model"] == MODEL
         check_error(await cluster.client.get("/v1/nothing"), 404, "not_found", "/v1/nothing")
+        for path in ("/v1/embeddings", "/v1/audio/speech", "/v1/images/generations", "/v1/rerank"):
+            check_error(await cluster.client.post(path, json={}), 404, "not_found", path, MODEL, "only")
         wrong = await cluster.client.get("/v1/completions")
         check_error(wrong, 405, "method_not_allowed", "POST")
         assert wrong.headers["allow"] == "POST"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 from openai import APIStatusError, NotFoundError
@@ -12,6 +14,7 @@ from openai import APIStatusError, NotFoundError
 from router.control_messages import Members, QueueCounts
 from tests.router.fake_cluster import MODEL, in_loop, running, until
 from tests.router.small_tokenizer import IM_END, byte_tokenizer
+from tests.router.test_tools import TOOLS
 
 
 def sse(text: str) -> list[dict[str, object] | str]:
@@ -309,6 +312,33 @@ async def test_models_tokenize_detokenize(tmp_path: Path) -> None:
         assert byte_tokenizer().token_to_id(IM_END) in chat.json()["tokens"]
         assert (await cluster.client.post("/detokenize", json={"tokens": [99_999]})).status_code == 400
         assert (await cluster.client.post("/tokenize", json={})).status_code == 400
+        fields: dict[str, Any]
+        for fields in ({"tools": TOOLS}, {"continue_final_message": True}, {"chat_template_kwargs": {"a": 1}}):
+            refused = await cluster.client.post("/tokenize", json={"prompt": "a", **fields})
+            assert refused.json()["error"]["param"] == next(iter(fields))
+
+
+@in_loop
+async def test_a_conversation_has_the_tokens_that_it_is_answered_by(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+    forms: list[dict[str, Any]] = [{}, {"continue_final_message": True}, {"add_generation_prompt": False}]
+    async with running(tmp_path) as cluster:
+        for index, fields in enumerate(forms):
+            body = {"messages": messages, **fields}
+            told = (await cluster.client.post("/tokenize", json=body)).json()
+            answer = await cluster.client.post("/v1/chat/completions", json={"max_tokens": 4, **body})
+            assert answer.status_code == 200
+            assert told["tokens"] == cluster.ranks[0].prompt(index)
+        told = (await cluster.client.post("/tokenize", json={"messages": messages, "tools": TOOLS})).json()
+        assert json.dumps(TOOLS[0]["function"]) in byte_tokenizer().decode(told["tokens"])
+
+
+@in_loop
+async def test_probes_and_the_version(tmp_path: Path) -> None:
+    async with running(tmp_path) as cluster:
+        for path in ("/health", "/ready"):
+            assert (await cluster.client.head(path)).status_code == 200
+        assert (await cluster.client.get("/version")).json() == {"version": metadata.version("serried")}
 
 
 @in_loop
