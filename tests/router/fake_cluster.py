@@ -460,6 +460,7 @@ class Cluster:
     service: RouterService
     client: httpx.AsyncClient
     port: int
+    server: QuietServer
 
     @functools.cached_property
     def openai(self) -> AsyncOpenAI:
@@ -478,6 +479,12 @@ class Cluster:
     def taken(self) -> Amounts:
         """What the router's requests hold; the ledger hears of it a little later."""
         return self.service.control.taken
+
+    @property
+    def num_unsent_bytes(self) -> list[int]:
+        """What waits for each of the HTTP clients."""
+        connections: Any = self.server.server_state.connections
+        return [each.transport.get_write_buffer_size() for each in connections]
 
     def is_idle(self) -> bool:
         return self.taken == NOTHING and self.service.control.num_holdings == self.service.pool.num_live == 0
@@ -534,7 +541,7 @@ async def running(
     await until(lambda: server.started and service.control.is_connected and len(service.pool.links) == len(ranks))
     port = server.servers[0].sockets[0].getsockname()[1]
     client = httpx.AsyncClient(base_url=f"http://{HOST}:{port}", timeout=TIMEOUT_S, verify=False)
-    cluster = Cluster(control, ranks, service, client, port)
+    cluster = Cluster(control, ranks, service, client, port, server)
     try:
         yield cluster
         await until(cluster.is_idle)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -52,26 +54,53 @@ async def test_a_client_that_leaves_is_aborted_on_the_rank(tmp_path: Path, strea
         assert cluster.counted("serried_refused") == {"client_gone": 1}
 
 
+@asynccontextmanager
+async def stalled_client(cluster: Cluster) -> AsyncIterator[None]:
+    """It asks for far more than sockets hold, with 20 logprobs per token, and never reads."""
+    loop = asyncio.get_running_loop()
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.setblocking(False)
+        await loop.sock_connect(client, (HOST, cluster.port))
+        content = json.dumps({"prompt": "hi", "max_tokens": 200, "n": 128, "logprobs": 20, "stream": True}).encode()
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(content)
+        await loop.sock_sendall(client, head + content)
+        yield
+
+
 @in_loop
 async def test_a_client_that_does_not_read_is_given_up(tmp_path: Path) -> None:
     async with running(tmp_path, reply=MANY, send_timeout_s=0.2) as cluster:
         rank = cluster.ranks[0]
-        # Far more than sockets hold, with 20 logprobs per token, and yet no choice comes to its end.
+        # No choice comes to its end.
         rank.allowance = 128 * 100
-        loop = asyncio.get_running_loop()
-        with socket.socket() as client:
-            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            client.setblocking(False)
-            await loop.sock_connect(client, (HOST, cluster.port))
-            content = json.dumps({"prompt": "hi", "max_tokens": 200, "n": 128, "logprobs": 20, "stream": True}).encode()
-            head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(content)
-            await loop.sock_sendall(client, head + content)
+        async with stalled_client(cluster):
             await until(lambda: len(rank.aborts) == 128)
             await until(cluster.is_idle)
             assert cluster.counted("serried_refused") == {"client_gone": 1}
             assert cluster.counted("serried_requests") == {"dropped": 1}
             rank.allow(float("inf"))
             assert (await cluster.complete()).status_code == 200
+
+
+@in_loop
+async def test_of_64_clients_the_one_that_does_not_read_costs_the_others_nothing(tmp_path: Path) -> None:
+    async with running(tmp_path, reply=MANY, send_timeout_s=4.0) as cluster:
+        rank = cluster.ranks[0]
+        rank.allowance = 0
+        async with stalled_client(cluster):
+            await until(lambda: len(rank.submits) == 128)
+            others = [asyncio.create_task(cluster.complete(max_tokens=50, stream=True)) for _ in range(63)]
+            await until(lambda: len(rank.submits) == 128 + 63)
+            rank.allow(float("inf"))
+            for answer in await asyncio.gather(*others):
+                *events, done = answer.text.removesuffix("\n\n").split("\n\n")
+                texts = [json.loads(event.removeprefix("data: "))["choices"][0]["text"] for event in events]
+                assert ("".join(texts), done) == ("x" * 50, "data: [DONE]")
+            assert cluster.taken.requests == 128, "it is paused, not cut yet"
+            assert max(cluster.num_unsent_bytes) < 1 << 20
+            await until(cluster.is_idle)
+        assert cluster.counted("serried_refused") == {"client_gone": 1}
 
 
 @in_loop
